@@ -1,0 +1,82 @@
+"""What crosses the engine's front door: a request in, a stream of deltas out. Plain data only."""
+
+from __future__ import annotations
+
+import msgspec
+
+from millpond.plan.sampling import SamplingParams
+from millpond.plan.step import TokenLogprob
+
+
+class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
+    """One prompt to be continued. Requests with another `cache_salt` never share a prefix."""
+
+    request_id: str
+    tokens: tuple[int, ...]
+    params: SamplingParams
+    priority: int = 0  # higher first; equal: older first
+    cache_salt: str = ""
+
+
+class PrefixOutcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a prompt met the prefix index, in tokens.
+
+    `reason` is one of hit, too_short, alignment, no_checkpoint, evicted, never_seen,
+    needs_prompt_logits, disabled.
+    """
+
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+
+
+class TokenOut(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """One generated token; log probabilities where asked for."""
+
+    token: int
+    logprob: float | None = None
+    top: tuple[tuple[int, float], ...] = ()
+
+
+class Delta(msgspec.Struct, frozen=True, kw_only=True):
+    """What one sample of a request gained since its last delta.
+
+    `finish_reason` is None while it runs, then one of stop, length, abort, error. `stop_token` is the
+    stop or end-of-sequence token that ended it (it is also the last of `tokens`); `error` says what
+    went wrong. `outcome` and `prompt_logprobs` come with the first delta of a request.
+    """
+
+    request_id: str
+    sample_index: int
+    tokens: tuple[TokenOut, ...]
+    finish_reason: str | None = None
+    stop_token: int | None = None
+    error: str | None = None
+    outcome: PrefixOutcome | None = None
+    prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+
+
+class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
+    """A snapshot of counters and gauges, all since start; counts are in the unit of their name."""
+
+    requests_running: int
+    requests_waiting: int
+    slots_free: int
+    slots_running: int
+    slots_checkpoint: int
+    slots_total: int
+    pages_free: int
+    pages_used: int
+    pages_evictable: int
+    pages_total: int
+    steps: int
+    steps_failed: int
+    prompt_tokens: int
+    generated_tokens: int
+    prefix_tokens: dict[str, int]  # by outcome; hit counts cached tokens, others prompt tokens
+    checkpoints_published: dict[str, int]  # by anchor kind
+    checkpoints_skipped: int
+    checkpoints_evicted: int
+    preemptions: int
+    nonfinite: int
+    finished: dict[str, int]  # requests by finish reason
