@@ -1,0 +1,63 @@
+"""One forward as device tensors: the batch every op and layer reads; knows no plan and no model.
+
+Shape letters: T packed tokens (prefill rows first, then decode rows), N rows in that same order,
+E exports, M positions whose logits are wanted, P pages of the longest row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RowSlots:
+    """Packed rows of one form, and the slots each reads and writes.
+
+    `lengths` repeats `cu_seqlens` on the host, so that shapes need no device read. A negative slot
+    means none: reading it is the zero state, writing it is skipped.
+    """
+
+    lengths: tuple[int, ...]  # tokens of each row
+    cu_seqlens: torch.Tensor  # [N + 1] int64, offsets into this form's tokens
+    state_in: torch.Tensor  # [N] int64
+    state_out: torch.Tensor  # [N] int64
+    export_row: torch.Tensor  # [E] int64, index of the row (of this form)
+    export_offset: torch.Tensor  # [E] int64, tokens of the row folded before the export, >= 1
+    export_slot: torch.Tensor  # [E] int64
+
+    @property
+    def num_rows(self) -> int:
+        """Rows of this form."""
+        return len(self.lengths)
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed tokens of this form."""
+        return sum(self.lengths)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBatch:
+    """Everything a model needs to know about one forward."""
+
+    token_ids: torch.Tensor  # [T] int64
+    positions: torch.Tensor  # [T] int64, absolute
+    token_row: torch.Tensor  # [T] int64, index into the N rows
+    token_page: torch.Tensor  # [T] int64, page a token's KV goes to
+    token_offset: torch.Tensor  # [T] int64, its place within that page
+    prefill: RowSlots  # the first `prefill.num_tokens` tokens, chunk form
+    decode: RowSlots  # the rest, per-token form
+    row_start: torch.Tensor  # [N] int64, position of each row's first token
+    row_end: torch.Tensor  # [N] int64, position after its last
+    starts: tuple[int, ...]  # row_start on the host
+    ends: tuple[int, ...]  # row_end on the host
+    seats: torch.Tensor  # [N] int64
+    page_table: torch.Tensor  # [N, P] int64, negative beyond a row's pages
+    logits_at: torch.Tensor  # [M] int64, indices into the T tokens
+
+    @property
+    def num_prefill_tokens(self) -> int:
+        """Tokens in chunk form; they come first."""
+        return self.prefill.num_tokens
