@@ -1,0 +1,76 @@
+# One command per intention; `make` alone lists them. Every target makes the environment it needs.
+
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+PY     := $(BIN)/python
+
+# Hypothesis profile and workers of the CPU tests. One thread per worker: the engine's own tensors are small.
+PROFILE ?= $(if $(CI),ci,dev)
+WORKERS ?= 2
+ARGS    ?=
+PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test check interp gpu machine bench docs soak changes clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+# The interpreter is checked first: an old one fails much later, with a message about something else.
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "millpond needs Python 3.11 or newer; try: make PYTHON=python3.12 ..."; exit 1; }
+	@echo "Making the environment in $(VENV): some minutes, once."
+	$(PYTHON) -m venv $(VENV)
+
+# torch is pinned and installed on its own, so that resolving the rest cannot move it.
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(PY) -m pip install --quiet "$(TORCH)"
+	$(PY) -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
+	$(PY) -m pip install --quiet "$(TORCH)" --editable '.[dev]'
+	@touch $@
+
+setup: $(VENV)/.installed-dev ## development environment in .venv, and the commit hooks
+	@git rev-parse --git-dir >/dev/null 2>&1 && $(BIN)/pre-commit install || echo "not a git checkout: no commit hooks installed"
+
+demo: $(VENV)/.installed ## a trained model answers, then a prefix cache demonstration (CPU, no download)
+	$(BIN)/millpond chat "What is 2 + 2? Answer briefly."
+	$(PY) examples/prefix_cache.py
+
+test: $(VENV)/.installed-dev ## CPU tests; PROFILE=dev, ci or nightly, WORKERS=n, ARGS='...' for pytest
+	$(PYTEST) -n $(WORKERS) --dist worksteal --hypothesis-profile $(PROFILE) $(ARGS)
+
+check: $(VENV)/.installed-dev ## formatting, linting, types, import contracts, docs links, faults index (under a minute)
+	$(PY) tools/check.py
+
+interp: $(VENV)/.installed-dev ## kernel tests under the Triton interpreter
+	@$(PY) tools/lane.py interpreter
+	TRITON_INTERPRET=1 $(PYTEST) -m interpreter $(ARGS)
+
+gpu: $(VENV)/.installed-dev ## tests that need one or more GPUs
+	@$(PY) tools/lane.py gpu multigpu
+	$(PY) -m pytest -m "gpu or multigpu" $(ARGS)
+
+machine: $(VENV)/.installed-dev ## the ownership machine and other property tests, long profile
+	$(PYTEST) -n $(WORKERS) --timeout 3600 --hypothesis-profile nightly tests/state tests/plan tests/engine $(ARGS)
+
+bench: $(VENV)/.installed ## benchmarks on this machine; OP=<name of a script in bench/>
+	@$(PY) tools/bench.py $(OP) $(ARGS)
+
+docs: $(VENV)/.installed-dev ## check the links of the documentation and run its Python blocks
+	$(PY) tools/check_links.py
+	$(PY) tools/run_docs.py
+
+soak: $(VENV)/.installed-dev ## tests marked slow: long traffic, many cancels, whole-model sweeps
+	@$(PY) tools/lane.py slow
+	$(PYTEST) --timeout 3600 -m slow $(ARGS)
+
+changes: $(VENV)/.installed ## preview the changelog of the next release
+	$(PY) tools/changelog.py
+
+clean: ## remove the environment and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis .import_linter_cache build dist site
