@@ -1,0 +1,54 @@
+"""Ledgers: entries that overwrite each other, answerable from the recurrent state alone."""
+
+from random import Random
+
+from millpond.tasks.dialogue import Dialogue, Message, assistant, system, user
+from millpond.tasks.words import NOUNS, REAL_NAMES
+
+_OPENERS = ("Keep a ledger.", "Keep this ledger.", "Here is a ledger.", "Ledger:")
+_ASKS = (
+    "How many {i}?", "How many {i} now?", "What is {i} now?", "{i}?", "How many {i} are there?",
+)  # fmt: skip
+_MORE = ("More entries.", "More:", "New entries:", "Then:")
+_NOTED = "Noted."
+
+
+def _entries(
+    dice: Random, items: list[str], count: int, state: dict[str, int], wide: bool
+) -> list[str]:
+    lines = []
+    for _ in range(count):
+        item = dice.choice(items)
+        state[item] = dice.randint(10, 99) if wide else dice.randint(0, 9)
+        lines.append(f"set {item} {state[item]}")
+    return lines
+
+
+def _ask(dice: Random, state: dict[str, int]) -> list[Message]:
+    item = dice.choice(sorted(state))
+    return [user(dice.choice(_ASKS).format(i=item)), assistant(str(state[item]))]
+
+
+def make(dice: Random, entries: int, turns: int) -> Dialogue:
+    """A ledger of about `entries` entries asked about in `turns` turns."""
+    items = dice.sample(NOUNS, min(len(NOUNS), dice.randint(2, 3 + min(5, entries // 3))))
+    state: dict[str, int] = {}
+    wide = dice.random() < 0.3
+    messages: list[Message] = []
+    if dice.random() < 0.2:
+        messages.append(system(f"You keep the ledger of {dice.choice(REAL_NAMES[:52])}."))
+    joiner = dice.choice(("\n", "\n", ", "))
+    per_turn = max(1, entries // turns)
+    for index in range(turns):
+        lines = _entries(dice, items, max(1, dice.randint(per_turn // 2 + 1, per_turn)), state, wide)
+        opener = dice.choice(_OPENERS if index == 0 else _MORE)
+        body = f"{opener}\n{joiner.join(lines)}"
+        shape = dice.random()
+        if shape < 0.5:
+            ask, reply = _ask(dice, state)
+            messages += [user(f"{body}\n{ask['content']}"), reply]
+        else:
+            messages += [user(body), assistant(_NOTED)]
+            for _ in range(dice.randint(1, 3)):
+                messages += _ask(dice, state)
+    return Dialogue("ledger", tuple(messages), recurrent=True)

@@ -1,0 +1,1 @@
+"""Trains the bundled tiny models; not part of the installed package."""
