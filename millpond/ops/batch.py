@@ -6,9 +6,38 @@ E exports, M positions whose logits are wanted, P pages of the longest row.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
+
+
+class WriteLog:
+    """What the ops of one forward wrote to slots: one entry a call, in the order of the calls.
+
+    An entry is a pair of int64 tensors [n]: the slots, and how many tokens of its row each state
+    folds beyond the row's start. Nothing is copied to the host until `agreed` is asked for.
+    """
+
+    __slots__ = ("entries",)
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def record(self, slots: torch.Tensor, folded: torch.Tensor) -> None:
+        """One call wrote `slots` [n] (negative ids: skipped, and not reported)."""
+        self.entries.append((slots, folded))
+
+    def agreed(self) -> frozenset[tuple[int, int]]:
+        """The (slot, folded) pairs that every recorded call wrote; empty without a call."""
+        calls = [
+            {
+                (slot, n)
+                for slot, n in zip(slots.tolist(), folded.tolist(), strict=True)
+                if slot >= 0
+            }
+            for slots, folded in self.entries
+        ]
+        return frozenset(set.intersection(*calls)) if calls else frozenset()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,7 +45,8 @@ class RowSlots:
     """Packed rows of one form, and the slots each reads and writes.
 
     `lengths` repeats `cu_seqlens` on the host, so that shapes need no device read. A negative slot
-    means none: reading it is the zero state, writing it is skipped.
+    means none: reading it is the zero state, writing it is skipped. Every op that writes slots
+    records in `written` what it wrote.
     """
 
     lengths: tuple[int, ...]  # tokens of each row
@@ -26,6 +56,7 @@ class RowSlots:
     export_row: torch.Tensor  # [E] int64, index of the row (of this form)
     export_offset: torch.Tensor  # [E] int64, tokens of the row folded before the export, >= 1
     export_slot: torch.Tensor  # [E] int64
+    written: WriteLog = field(default_factory=WriteLog, compare=False)
 
     @property
     def num_rows(self) -> int:
