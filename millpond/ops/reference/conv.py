@@ -1,8 +1,8 @@
 """The short causal depthwise convolution before the delta rule, from slot to slot.
 
-Per channel c: y[t] = silu(sum over j of w[c, j] * in[t - (W - 1) + j]), so the last tap multiplies the
-current token. The state is the last W - 1 raw inputs, oldest first. Taps are added in rising order, one
-elementwise operation each: chunk form and per-token form are the same arithmetic.
+Per channel c: y[t] = silu(sum over j of w[c, j] * in[t - (W - 1) + j]), so the last tap multiplies
+the current token. The state is the last W - 1 raw inputs, oldest first. Taps are added in rising
+order, one elementwise operation each: chunk form and per-token form are the same arithmetic.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def conv_prefill(
     window = read_slots(bank, rows.state_in).transpose(1, 2).to(x.dtype)  # [N, W - 1, C]
     row, folded, slot = write_targets(rows)
 
-    # Each row's window goes right before its tokens: row r then begins at cu_seqlens[r] + r * (W - 1).
+    # Each row's window goes right before its tokens: row r begins at cu_seqlens[r] + r * (W - 1).
     token_row = torch.repeat_interleave(
         torch.arange(rows.num_rows, device=x.device), rows.cu_seqlens[1:] - rows.cu_seqlens[:-1]
     )
@@ -50,5 +50,5 @@ def conv_prefill(
 def conv_decode(
     x: torch.Tensor, weight: torch.Tensor, *, bank: torch.Tensor, rows: RowSlots
 ) -> torch.Tensor:
-    """As `conv_prefill`, for rows in per-token form: any number of tokens each, off the grid too."""
+    """As `conv_prefill`, for rows in per-token form: they may start off the grid."""
     return conv_prefill(x, weight, bank=bank, rows=rows)

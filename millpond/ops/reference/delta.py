@@ -1,11 +1,13 @@
-"""The gated delta rule, from slot to slot: one rule, decaying by head (GDN) or by key channel (KDA).
+"""The gated delta rule, from slot to slot, decaying by head (GDN) or by key channel (KDA).
 
-Per value head, with state S [V, K] in fp32, and q, k normalised to length 1 (q then scaled by K^-0.5):
+Per value head, with state S [V, K] in fp32, and q, k normalised to length 1 (q then scaled by
+K^-0.5):
     S <- S * exp(g)        S <- S + beta * (v - S k) k^T        o = S q
-The per-token form applies just that. The chunk form folds 64 tokens at once (the WY form of Yang et al.,
-"Parallelizing Linear Transformers with the Delta Rule over Sequence Length"): chunks lie on the absolute
-grid, so that every way to cut a prompt on the grid applies the same operations to the same states.
-Decay is only ever exponentiated as a difference that is at most 0, so nothing overflows.
+The per-token form applies just that. The chunk form folds 64 tokens at once (the WY form of Yang et
+al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"): chunks lie on
+the absolute grid, so that every way to cut a prompt on the grid applies the same operations to the
+same states. Decay is only ever exponentiated as a difference that is at most 0, so nothing
+overflows.
 """
 
 from __future__ import annotations
@@ -66,11 +68,11 @@ def delta_prefill(
 ) -> torch.Tensor:
     """Fold rows in chunk form; every row starts on the absolute grid of 64 tokens.
 
-    q, k [T, Hk, K]; v [T, H, V]; decay, raw, [T, H] or [T, H, K]; beta, raw, [T, H]; bank [S, H, V, K]
-    fp32 -> o [T, H, V] in the dtype of `v`. The r = H / Hk value heads of one key head are
+    q, k [T, Hk, K]; v [T, H, V]; decay, raw, [T, H] or [T, H, K]; beta, raw, [T, H]; bank [S, H, V,
+    K] fp32 -> o [T, H, V] in the dtype of `v`. The r = H / Hk value heads of one key head are
     consecutive. States go to `state_out` and to every export: at a multiple of 64 or the row's end.
     """
-    tokens, heads = v.shape[:2]
+    heads = v.shape[1]
     chunks = tuple(-(-n // CHUNK) for n in rows.lengths)
     place = _chunk_places(rows, chunks)
 
@@ -142,7 +144,7 @@ def delta_decode(
 
 
 def normalise(q: torch.Tensor, k: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """q, k [T, Hk, K] -> unit length in fp32, q scaled by K^-0.5 afterwards; heads repeated to H."""
+    """q, k [T, Hk, K] -> unit length in fp32, q scaled by K^-0.5 after; heads repeated to H."""
     repeat = heads // q.shape[1]
     qn = l2norm(q) * q.shape[-1] ** -0.5
     return qn.repeat_interleave(repeat, 1), l2norm(k).repeat_interleave(repeat, 1)
@@ -232,8 +234,8 @@ def _channel_products(
     """As `_scalar_products` where every key channel has its own decay: G [B, H, 64, K].
 
     Pairs within a sub-block form their difference outright. A pair further apart is split at the
-    boundary b before the later sub-block, exp(G_i - G_b) * exp(G_b - G_j): both are at most 1, and a
-    factor that underflows belongs to a product that does.
+    boundary b before the later sub-block, exp(G_i - G_b) * exp(G_b - G_j): both are at most 1, and
+    a factor that underflows belongs to a product that does.
     """
     lead = q.shape[:2]
     product_kk, product_qk = (q.new_zeros((*lead, CHUNK, CHUNK)) for _ in range(2))

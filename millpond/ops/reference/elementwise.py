@@ -1,8 +1,8 @@
 """Functions of single elements and sums over rows whose bytes depend on nothing but the row itself.
 
-Knows that some of torch's CPU kernels treat the last elements of a range differently from the others:
-`sigmoid`, `silu` and `softplus` change bits with an element's place, `exp`, `log1p`, division and square
-roots do not. Everything here is built from the latter.
+Knows that some of torch's CPU kernels treat the last elements of a range differently from the
+others: `sigmoid`, `silu` and `softplus` change bits with an element's place, `exp`, `log1p`,
+division and square roots do not. Everything here is built from the latter.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Matrix products whose rows do not depend on how many other rows there are.
 
-Knows one measured fact: with the row count a multiple of 16, each row of a product has the same bytes
-whatever the other rows are, from 1 row to thousands, on one thread or several. All matrix products of
-the reference go through this module.
+Knows one measured fact: with the row count a multiple of 16, each row of a product has the same
+bytes whatever the other rows are, from 1 row to thousands, on one thread or several. All matrix
+products of the reference go through this module.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Reading and writing one layer's view of the slot arena by id; knows that a negative id is none."""
+"""Reading and writing one layer of the slot arena by id; knows that a negative id is none."""
 
 from __future__ import annotations
 

@@ -1,0 +1,52 @@
+"""The torch backend: the reference of every op, on any device torch knows."""
+
+from __future__ import annotations
+
+import torch
+
+from millpond.ops.bind import Backend
+from millpond.ops.reference import attention, conv, delta, dense, hyper, indexer, linear, moe, slots
+
+
+def unusable(device: torch.device) -> str | None:
+    """Never: it needs nothing but torch."""
+    del device
+    return None
+
+
+BACKEND = Backend(
+    name="torch",
+    rank=0,
+    unusable=unusable,
+    export_granularity=delta.EXPORT_GRANULARITY,
+    ops={
+        "linear": linear.linear,
+        "batched_matmul": linear.batched_matmul,
+        "conv_prefill": conv.conv_prefill,
+        "conv_decode": conv.conv_decode,
+        "delta_prefill": delta.delta_prefill,
+        "delta_decode": delta.delta_decode,
+        "boundary_store": slots.boundary_store,
+        "write_kv": attention.write_kv,
+        "paged_gqa": attention.paged_gqa,
+        "paged_mla": attention.paged_mla,
+        "pool_keys": indexer.pool_keys,
+        "select": indexer.select,
+        "embedding": dense.embedding,
+        "rms_norm": dense.rms_norm,
+        "zero_centred_rms_norm": dense.zero_centred_rms_norm,
+        "layer_norm": dense.layer_norm,
+        "gated_rms_norm_silu": dense.gated_rms_norm_silu,
+        "gated_rms_norm_sigmoid": dense.gated_rms_norm_sigmoid,
+        "sigmoid_gate": dense.sigmoid_gate,
+        "swiglu": dense.swiglu,
+        "rope_tables": dense.rope_tables,
+        "rotate_partial": dense.rotate_partial,
+        "hyper_pre": hyper.hyper_pre,
+        "hyper_post": hyper.hyper_post,
+        "hyper_mean": hyper.hyper_mean,
+        "moe_route_softmax": moe.moe_route_softmax,
+        "moe_route_sigmoid": moe.moe_route_sigmoid,
+        "grouped_experts": moe.grouped_experts,
+    },
+)
