@@ -29,7 +29,7 @@ class Phase(Enum):
 
 @dataclass(eq=False, slots=True)
 class Lease:
-    """The right of `holder` to touch `slot`, while `live`. `generation` dates the slot's tenancy."""
+    """The right of `holder` to touch `slot` while `live`; `generation` dates the slot's tenancy."""
 
     slot: SlotId
     generation: int
@@ -50,6 +50,6 @@ class ReaderLease(Lease):
 
 
 class IoLease(Lease):
-    """A transfer off the compute stream still reads these bytes; ends when every rank is terminal."""
+    """A transfer off the compute stream reads these bytes; ends when every rank is terminal."""
 
     __slots__ = ()

@@ -1,0 +1,216 @@
+"""The slots one live request owns, and in which of them its next state may go. Knows no token.
+
+A step is planned, then committed or discarded:
+
+    plan_output, plan_export ...  --commit-->   the output is the current state, exports are sealed
+                                  --discard-->  the step failed; an in-place output is lost with it
+                                  --cancel-->   the step never ran; everything is as before
+
+What a planned step reads and writes stays leased until then, whatever else happens meanwhile:
+eviction, another request's exit, or the wish to close this one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import NamedTuple
+
+from millpond.errors import Broken, LeaseError
+from millpond.state.lease import ProducerLease, ReaderLease, SlotId
+from millpond.state.pool import StatePool
+
+
+class Exported(NamedTuple):
+    """A state written inside a forward and sealed at commit; the caller owns the lease."""
+
+    end: int
+    lease: ReaderLease
+
+
+class RunningState:
+    """The leases of one running sequence.
+
+    Its current state is one of: nothing (the zero state, end 0), a slot it may write, or a slot it
+    reads together with others (a checkpoint, a fan-out). The next state goes in place where this
+    request is the only holder, and to a fresh slot elsewhere. No state is ever copied.
+    """
+
+    __slots__ = ("_current", "_exports", "_output", "holder")
+
+    def __init__(self, holder: str) -> None:
+        self.holder = holder
+        self._current: ProducerLease | ReaderLease | None = None
+        self._output: ProducerLease | None = None
+        self._exports: list[tuple[int, ProducerLease]] = []
+
+    def start(self, lease: ReaderLease | None) -> None:
+        """Begin at the state of `lease`, which now belongs here, or at the zero state.
+
+        Raises `LeaseError` when the request still holds a state: close it first.
+        """
+        self._require_idle("start")
+        if self._current is not None:
+            raise LeaseError(f"{self.holder} starts while it holds slot {self._current.slot}")
+        if lease is not None and not lease.live:
+            raise LeaseError(f"{self.holder} starts from a spent lease on slot {lease.slot}")
+        self._current = lease
+
+    # Facts.
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether a step is planned and neither committed nor undone."""
+        return self._output is not None or bool(self._exports)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the planned step writes the slot it reads."""
+        return self._output is not None and self._output is self._current
+
+    @property
+    def slot(self) -> SlotId | None:
+        """The slot of the current state, None for the zero state."""
+        return None if self._current is None else self._current.slot
+
+    @property
+    def leases(self) -> tuple[ProducerLease | ReaderLease, ...]:
+        """Every lease held: current, output, exports."""
+        held: dict[int, ProducerLease | ReaderLease] = {}
+        exports = (lease for _, lease in self._exports)
+        for lease in (self._current, self._output, *exports):
+            if lease is not None:
+                held[id(lease)] = lease
+        return tuple(held.values())
+
+    def end(self, pool: StatePool) -> int:
+        """Tokens folded into the current state."""
+        return 0 if self._current is None else pool.end(self._current)
+
+    # Plan.
+
+    def plan_output(self, pool: StatePool) -> tuple[SlotId | None, SlotId]:
+        """The slots (state_in, state_out) of the next step; equal when it runs in place.
+
+        Raises `Exhausted` with nothing changed when a fresh slot is needed and none is free. If the
+        current slot is also a checkpoint in the index, dropping that makes room: then this request
+        is the only holder and continues in place.
+        """
+        if self._output is not None:
+            raise LeaseError(f"{self.holder} plans a step while one is in flight")
+        state_in = self.slot
+        if isinstance(self._current, ReaderLease):
+            # Reopening is a fact of the ledger, not of the step: it stays when the step is undone.
+            self._current = pool.reopen(self._current) or self._current
+        if isinstance(self._current, ProducerLease):
+            self._output = self._current
+        else:
+            self._output = pool.take(self.holder)
+        return state_in, self._output.slot
+
+    def plan_export(self, pool: StatePool, end: int) -> SlotId:
+        """A fresh slot for the state at `end` inside the next step. Raises `Exhausted`."""
+        if any(planned == end for planned, _ in self._exports):
+            raise LeaseError(f"{self.holder} exports the state at {end} twice in one step")
+        lease = pool.take(self.holder)
+        self._exports.append((end, lease))
+        return lease.slot
+
+    # Then one of these three.
+
+    def commit(
+        self, pool: StatePool, end: int, written: Collection[tuple[SlotId, int]] = frozenset()
+    ) -> tuple[Exported, ...]:
+        """The step ran: the output holds `end` tokens and is the current state from here on.
+
+        `written` is the step's report, (slot, end) pairs. An export in it is sealed and returned,
+        shallowest first, for the caller to index; one that is not gives its slot back.
+        """
+        if self._output is None:
+            raise LeaseError(f"{self.holder} commits a step that was not planned")
+        if end <= self.end(pool):
+            raise Broken(f"{self.holder} commits end {end}, its state is at {self.end(pool)}")
+        pool.record_end(self._output, end)
+        if self._current is not None and self._current is not self._output:
+            pool.release(self._current)
+        self._current, self._output = self._output, None
+        exported = []
+        for export_end, lease in sorted(self._exports, key=lambda export: export[0]):
+            if (lease.slot, export_end) in written:
+                pool.record_end(lease, export_end)
+                exported.append(Exported(export_end, pool.seal(lease)))
+            else:
+                pool.release(lease)
+        self._exports.clear()
+        return tuple(exported)
+
+    def discard(self, pool: StatePool) -> None:
+        """The step may have run, in part: nothing it wrote is kept.
+
+        After a step in place the old state is overwritten: the request is back at the zero state
+        and must `start` again. Otherwise it still stands where it stood.
+        """
+        if self.in_place:
+            self._current = None
+        self._give_back(pool)
+
+    def cancel(self, pool: StatePool) -> None:
+        """The step was never given to the device: the current state stands."""
+        if self.in_place:
+            self._output = None
+        self._give_back(pool)
+
+    # Between steps.
+
+    def publish(self, pool: StatePool, holder: str = "index") -> ReaderLease:
+        """Fix the current state, and give `holder` a lease to read it; no byte moves.
+
+        The request keeps reading it. Its next step goes to a fresh slot, or in place again once it
+        is the only holder. `LeaseError` for the zero state, and while a step is in flight: what is
+        being overwritten cannot be published.
+        """
+        return pool.share(self._sealed(pool, "publish"), holder)
+
+    def fan_out(self, pool: StatePool, n: int) -> list[RunningState]:
+        """Fix the current state for `n` sequences in all; returns the n - 1 others.
+
+        The last of them to move on writes in place. Nothing of it is findable.
+        """
+        if n < 1:
+            raise ValueError(f"a fan-out to {n} sequences")
+        lease = self._sealed(pool, "fan out")
+        others = []
+        for index in range(1, n):
+            other = RunningState(f"{self.holder}/{index}")
+            other.start(pool.share(lease, other.holder))
+            others.append(other)
+        return others
+
+    def close(self, pool: StatePool) -> None:
+        """Give up everything: finished, aborted or preempted. Closing twice is closing once.
+
+        `LeaseError` while a step is in flight: commit, discard or cancel it first.
+        """
+        self._require_idle("close")
+        if self._current is not None:
+            pool.release(self._current)
+            self._current = None
+
+    def _sealed(self, pool: StatePool, what: str) -> ReaderLease:
+        self._require_idle(what)
+        if self._current is None:
+            raise LeaseError(f"{self.holder} cannot {what} the zero state")
+        if isinstance(self._current, ProducerLease):
+            self._current = pool.seal(self._current)
+        return self._current
+
+    def _require_idle(self, what: str) -> None:
+        if self.in_flight:
+            raise LeaseError(f"{self.holder} cannot {what} while a step is in flight")
+
+    def _give_back(self, pool: StatePool) -> None:
+        if self._output is not None:
+            pool.release(self._output)
+            self._output = None
+        for _, lease in self._exports:
+            pool.release(lease)
+        self._exports.clear()
