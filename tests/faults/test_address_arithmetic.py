@@ -52,10 +52,10 @@ def test_views_of_an_arena_do_not_overlap_and_follow_its_strides():
     """Mixed widths, odd sizes: every tensor of every entry keeps the value it alone was given."""
     spec = EntrySpec(
         (
-            TensorSpec(0, "recurrent", (2, 3, 5), torch.float32),
+            TensorSpec(0, "recurrent", (2, 4, 8), torch.float32),
             TensorSpec(0, "conv", (7, 3), torch.bfloat16),
             TensorSpec(2, "conv", (1,), torch.bfloat16),
-            TensorSpec(2, "recurrent", (2, 3, 5), torch.float32),
+            TensorSpec(2, "recurrent", (2, 4, 8), torch.float32),
             TensorSpec(-1, "boundary_hidden", (9,), torch.bfloat16),
         )
     )
