@@ -17,6 +17,7 @@ import torch
 
 import millpond.ops
 from millpond.errors import Refused
+from millpond.ops.reference.sampling import Sampled
 
 log = logging.getLogger(__name__)
 
@@ -70,6 +71,8 @@ class Bound:
     moe_route_softmax: Pair
     moe_route_sigmoid: Pair
     grouped_experts: Op
+    sample: Callable[..., Sampled]
+    token_logprobs: Triple
     export_granularity: int  # tokens; where `delta_prefill` can export, counted from position 0
 
 

@@ -5,7 +5,18 @@ from __future__ import annotations
 import torch
 
 from millpond.ops.bind import Backend
-from millpond.ops.reference import attention, conv, delta, dense, hyper, indexer, linear, moe, slots
+from millpond.ops.reference import (
+    attention,
+    conv,
+    delta,
+    dense,
+    hyper,
+    indexer,
+    linear,
+    moe,
+    sampling,
+    slots,
+)
 
 
 def unusable(device: torch.device) -> str | None:
@@ -48,5 +59,7 @@ BACKEND = Backend(
         "moe_route_softmax": moe.moe_route_softmax,
         "moe_route_sigmoid": moe.moe_route_sigmoid,
         "grouped_experts": moe.grouped_experts,
+        "sample": sampling.sample,
+        "token_logprobs": sampling.token_logprobs,
     },
 )
