@@ -1,0 +1,391 @@
+"""The prefix index: a tree of token pages that carries checkpoints. Knows no tensor, no request.
+
+A node is one page of tokens below all pages before it; its checkpoint, if any, is the state after
+it. Nodes go leaf first and a checkpoint goes before its node, so a checkpoint without its whole
+page path cannot exist. The index is an ordinary holder of leases and page references: evicting is
+releasing, and what somebody else holds too is not evicted.
+"""
+
+from __future__ import annotations
+
+import heapq
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+
+from millpond.errors import Broken, LeaseError
+from millpond.state.checkpoint import (
+    AnchorKind,
+    Checkpoint,
+    CheckpointKey,
+    page_digest,
+    root_digest,
+)
+from millpond.state.lease import PageId, Phase, ReaderLease, SlotId
+from millpond.state.pages import PageHandle, PagePool
+from millpond.state.pool import StatePool
+
+REMEMBERED_EVICTIONS = 4096
+"""Keys of evicted checkpoints kept to tell `evicted` from `never_seen`."""
+
+NO_PAGE = PageHandle(PageId(-1), -1)
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixMatch:
+    """What the index knows of a prompt.
+
+    `end` (0: none), `checkpoint` and `pages`, the handles of tokens 0 .. end, are the deepest
+    usable state; `indexed_end` is how far whole pages of the prompt are indexed, with or without a
+    state. `reason` is one of hit, too_short, alignment, no_checkpoint, evicted, never_seen.
+    """
+
+    end: int
+    checkpoint: Checkpoint | None
+    pages: tuple[PageHandle, ...]
+    indexed_end: int
+    reason: str
+
+
+@dataclass(eq=False, slots=True)
+class PageNode:
+    """One indexed page. A root stands for a salt: no parent, and no page or tokens of its own."""
+
+    parent: PageNode | None
+    digest: bytes
+    tokens: bytes
+    page: PageHandle
+    depth: int  # pages from the root
+    salt: bytes
+    children: dict[bytes, PageNode] = field(default_factory=dict)
+    checkpoint: Checkpoint | None = None
+    last_used: int = 0
+    ticket: int = 0  # of its valid entry in the eviction queue, 0: none
+
+
+class PrefixIndex:
+    """Finds the deepest checkpoint of a prompt, and decides what goes when room is needed.
+
+    `alignment` is the spacing of prefill checkpoints, a multiple of `page_size`; it only tells why
+    a prompt missed.
+    """
+
+    def __init__(
+        self,
+        pool: StatePool,
+        pages: PagePool,
+        page_size: int = 64,
+        *,
+        alignment: int | None = None,
+    ) -> None:
+        self._pool = pool
+        self._pages = pages
+        self.page_size = page_size
+        self.alignment = page_size if alignment is None else alignment
+        self._roots: dict[bytes, PageNode] = {}
+        self._checkpoints: dict[Checkpoint, PageNode] = {}
+        self._num_pages = 0
+        self._evicted: OrderedDict[bytes, None] = OrderedDict()
+        self._queue: list[tuple[bool, int, int, PageNode]] = []  # leaves, least wanted first
+        self._tickets = count(1)
+        self._clock = count(1)
+        self.hits: Counter[AnchorKind] = Counter()
+
+    # Find.
+
+    def match(self, tokens: Sequence[int], salt: bytes, limit: int) -> PrefixMatch:
+        """The deepest usable checkpoint at or before `limit`; changes nothing.
+
+        A caller that needs logits of its prompt's last token passes `len(tokens) - 1`.
+        """
+        root = self._roots.get(salt)
+        node, found, hit = root, 0, None
+        was_evicted = lies_past_limit = False
+        pages: list[PageHandle] = []
+        for end, digest, page in self._chain(tokens, len(tokens), salt):
+            if node is not None:
+                node = node.children.get(digest)
+                if node is not None and node.tokens != page:
+                    node = None
+            if node is None:
+                if hit is not None or was_evicted or end > limit or not self._evicted:
+                    break
+            else:
+                found = end
+                pages.append(node.page)
+                if node.checkpoint is not None and self._is_usable(node.checkpoint):
+                    if end <= limit:
+                        hit = node.checkpoint
+                    else:
+                        lies_past_limit = True
+            was_evicted = was_evicted or (end <= limit and digest in self._evicted)
+        if hit is not None:
+            whole = tuple(pages[: hit.end // self.page_size])
+            return PrefixMatch(hit.end, hit, whole, found, "hit")
+        if min(limit, len(tokens)) < self.alignment:
+            reason = "too_short"
+        elif was_evicted:
+            reason = "evicted"
+        elif found == 0:
+            reason = "never_seen"
+        elif found < self.alignment or lies_past_limit:
+            reason = "alignment"
+        else:
+            reason = "no_checkpoint"
+        return PrefixMatch(0, None, (), found, reason)
+
+    def use(self, match: PrefixMatch, holder: str) -> ReaderLease:
+        """Lease what a match found: a reader lease, and a reference on each of `match.pages`.
+
+        Both belong to the caller now, and the match counts as a use. `LeaseError`, with nothing
+        changed, when there is no hit or its checkpoint has left the index meanwhile.
+        """
+        checkpoint = match.checkpoint
+        if checkpoint is None or checkpoint not in self._checkpoints:
+            raise LeaseError(f"{holder} uses a match that holds no checkpoint of the index")
+        lease = self._pool.share(checkpoint.lease, holder)
+        self._pages.retain(match.pages)
+        checkpoint.uses += 1
+        self.hits[checkpoint.kind] += 1
+        self._touch(checkpoint, self._checkpoints[checkpoint])
+        return lease
+
+    # Publish.
+
+    def publish(
+        self,
+        tokens: Sequence[int],
+        end: int,
+        handles: Sequence[PageHandle],
+        lease: ReaderLease,
+        kind: AnchorKind,
+        salt: bytes,
+    ) -> bool:
+        """Make the sealed state of `lease`, after `tokens[:end]`, findable. No byte moves.
+
+        The index keeps the lease, and references on those of `handles` (the pages of tokens
+        0 .. end) that it did not know. When it has a checkpoint there already, it keeps the older,
+        releases the lease and returns False. `Broken`, with nothing changed, when state, tokens
+        and pages do not all reach `end`.
+        """
+        self._require_whole(tokens, end, handles, lease)
+        root = self._roots.get(salt) or PageNode(None, root_digest(salt), b"", NO_PAGE, 0, salt)
+        node = root
+        fresh: list[PageNode] = []
+        for depth, (_, digest, page) in enumerate(self._chain(tokens, end, salt)):
+            child = node.children.get(digest) if not fresh else None
+            if child is None:
+                child = PageNode(node, digest, page, handles[depth], depth + 1, salt)
+                fresh.append(child)
+            elif child.tokens != page:  # two pages of one digest: the older stays
+                self._pool.release(lease)
+                return False
+            node = child
+        if node.checkpoint is not None and self._is_usable(node.checkpoint):
+            self._touch(node.checkpoint, node)
+            self._pool.release(lease)
+            return False
+        self._pages.retain(child.page for child in fresh)
+        self._roots[salt] = root
+        for child in fresh:
+            if child.parent is not None:
+                child.parent.children[child.digest] = child
+        self._num_pages += len(fresh)
+        if node.checkpoint is not None:
+            self._forget(node.checkpoint)
+        node.checkpoint = Checkpoint(CheckpointKey(node.digest, end), lease, kind)
+        self._checkpoints[node.checkpoint] = node
+        self._evicted.pop(node.digest, None)
+        self._touch(node.checkpoint, node)
+        if not node.children and not node.ticket:
+            self._enqueue(node)
+        return True
+
+    # Make room.
+
+    def evict_slot(self, protect: Collection[Checkpoint] = frozenset()) -> bool:
+        """Free the slot of the least recently used checkpoint that nobody else holds.
+
+        Its pages stay indexed. False when there is none outside `protect`.
+        """
+        victims = [c for c in self._checkpoints if self._frees_a_slot(c) and c not in protect]
+        if not victims:
+            return False
+        self.drop(min(victims, key=lambda checkpoint: checkpoint.last_used))
+        return True
+
+    def evict_pages(self, n: int) -> int:
+        """Free up to `n` pages, leaf first; returns how many.
+
+        Leaves without a checkpoint go before those with one, and each least recently used first. A
+        page held by anybody else stays, and so does every page above it.
+        """
+        freed = 0
+        kept = []
+        while freed < n and self._queue:
+            entry = heapq.heappop(self._queue)
+            carries, last_used, ticket, node = entry
+            if node.ticket != ticket:
+                continue
+            if node.children:
+                node.ticket = 0
+            elif (carries, last_used) != (node.checkpoint is not None, node.last_used):
+                self._enqueue(node)
+            elif not self._is_evictable(node):
+                kept.append(entry)
+            else:
+                self._remove_leaf(node)
+                freed += 1
+        for entry in kept:
+            heapq.heappush(self._queue, entry)
+        return freed
+
+    def drop(self, checkpoint: Checkpoint) -> None:
+        """Take a checkpoint out of the index. Its slot lives on while others hold it."""
+        if checkpoint not in self._checkpoints:
+            raise LeaseError(f"checkpoint {checkpoint.key} is not in the index")
+        node = self._checkpoints[checkpoint]
+        self._forget(checkpoint)
+        self._evicted[node.digest] = None
+        if len(self._evicted) > REMEMBERED_EVICTIONS:
+            self._evicted.popitem(last=False)
+        if not node.children:
+            self._enqueue(node)
+
+    def clear(self) -> None:
+        """Forget everything, at a change of epoch: no older state is findable."""
+        for checkpoint in self._checkpoints:
+            self._pool.release(checkpoint.lease)
+        self._pages.release(node.page for node in self.nodes())
+        self._roots.clear()
+        self._checkpoints.clear()
+        self._num_pages = 0
+        self._evicted.clear()
+        self._queue.clear()
+
+    # Facts.
+
+    @property
+    def num_checkpoints(self) -> int:
+        """Checkpoints that can be found."""
+        return len(self._checkpoints)
+
+    @property
+    def num_pages(self) -> int:
+        """Pages the index holds a reference on."""
+        return self._num_pages
+
+    @property
+    def evictable_slots(self) -> int:
+        """How many slots `evict_slot` could free, one after another."""
+        return sum(map(self._frees_a_slot, self._checkpoints))
+
+    @property
+    def evictable_pages(self) -> int:
+        """How many pages `evict_pages` could free. Visits every node."""
+        stays: set[int] = set()
+        for node in self.nodes():
+            above: PageNode | None = None if self._is_evictable(node) else node
+            while above is not None and above.parent is not None and id(above) not in stays:
+                stays.add(id(above))
+                above = above.parent
+        return self._num_pages - len(stays)
+
+    def checkpoints(self) -> Iterator[Checkpoint]:
+        """All checkpoints, oldest first."""
+        return iter(self._checkpoints)
+
+    def checkpoint_at(self, slot: SlotId) -> Checkpoint | None:
+        """The checkpoint that lives in `slot`, if it is one."""
+        return next((c for c in self._checkpoints if c.lease.slot == slot), None)
+
+    def node_of(self, checkpoint: Checkpoint) -> PageNode:
+        """Where in the tree a checkpoint hangs: for checks."""
+        return self._checkpoints[checkpoint]
+
+    def nodes(self) -> Iterator[PageNode]:
+        """Every indexed page, parents before children: for checks."""
+        rest = [child for root in self._roots.values() for child in root.children.values()]
+        while rest:
+            node = rest.pop()
+            yield node
+            rest.extend(node.children.values())
+
+    def _chain(
+        self, tokens: Sequence[int], end: int, salt: bytes
+    ) -> Iterator[tuple[int, bytes, bytes]]:
+        """(end, digest, tokens as bytes) of each whole page of `tokens[:end]`, shallowest first."""
+        size = self.page_size
+        ids = array("i", tokens if end == len(tokens) else tokens[:end])
+        packed, width = ids.tobytes(), ids.itemsize * size
+        digest = root_digest(salt)
+        for depth in range(len(ids) // size):
+            page = packed[depth * width : (depth + 1) * width]
+            digest = page_digest(digest, page)
+            yield (depth + 1) * size, digest, page
+
+    def _require_whole(
+        self, tokens: Sequence[int], end: int, handles: Sequence[PageHandle], lease: ReaderLease
+    ) -> None:
+        if end <= 0 or end % self.page_size:
+            raise Broken(f"end {end} is not on the page grid of {self.page_size}")
+        if not isinstance(lease, ReaderLease):
+            raise LeaseError(f"slot {lease.slot} is not sealed: only a reader lease is published")
+        if self._pool.end(lease) != end:
+            raise Broken(f"slot {lease.slot} ends at {self._pool.end(lease)}, published at {end}")
+        needed = end // self.page_size
+        if len(tokens) < end or len(handles) < needed:
+            raise Broken(f"{len(tokens)} tokens and {len(handles)} pages do not reach end {end}")
+        for handle in handles[:needed]:
+            self._pages.references(handle)
+
+    def _is_usable(self, checkpoint: Checkpoint) -> bool:
+        return self._pool.phase(checkpoint.lease.slot) is Phase.SEALED
+
+    def _frees_a_slot(self, checkpoint: Checkpoint) -> bool:
+        return self._is_usable(checkpoint) and len(self._pool.holders(checkpoint.lease.slot)) == 1
+
+    def _is_evictable(self, node: PageNode) -> bool:
+        if self._pages.references(node.page) > 1:
+            return False
+        return node.checkpoint is None or len(self._pool.holders(node.checkpoint.lease.slot)) == 1
+
+    def _touch(self, checkpoint: Checkpoint, node: PageNode) -> None:
+        tick = next(self._clock)
+        checkpoint.last_used = tick
+        above: PageNode | None = node
+        while above is not None:
+            above.last_used = tick
+            above = above.parent
+
+    def _forget(self, checkpoint: Checkpoint) -> None:
+        node = self._checkpoints.pop(checkpoint)
+        node.checkpoint = None
+        self._pool.release(checkpoint.lease)
+
+    def _remove_leaf(self, node: PageNode) -> None:
+        if node.checkpoint is not None:
+            self.drop(node.checkpoint)
+        node.ticket = 0
+        self._pages.release([node.page])
+        self._num_pages -= 1
+        above = node.parent
+        if above is None:
+            raise Broken("the root of a salt is no leaf")
+        del above.children[node.digest]
+        if not above.children:
+            if above.parent is None:
+                del self._roots[node.salt]
+            else:
+                self._enqueue(above)
+
+    def _enqueue(self, node: PageNode) -> None:
+        """Put a leaf in the eviction queue; an entry it had before is void."""
+        node.ticket = next(self._tickets)
+        entry = (node.checkpoint is not None, node.last_used, node.ticket, node)
+        heapq.heappush(self._queue, entry)
+        if len(self._queue) > 2 * self._num_pages + 64:
+            self._queue = [entry for entry in self._queue if entry[3].ticket == entry[2]]
+            heapq.heapify(self._queue)
