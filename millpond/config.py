@@ -1,0 +1,438 @@
+"""Every knob a user may turn, and `resolve()`, which derives all other numbers; knows no tensors.
+
+The only module that may read the environment. It reads none: no variable changes behaviour.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+
+from millpond.errors import Refused
+
+PAGE = 64  # tokens per page, and the grid on which everything lies
+
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
+_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": GIB << 10}
+_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": KIB, "m": MIB, "g": GIB}
+
+
+def _as_tuple(value: Any) -> Any:
+    """A list is as good as a tuple; anything else is left for the type check to judge."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Ints = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
+
+
+class _Strict(BaseModel):
+    """Frozen, no unknown names, no silent conversion, no NaN and no infinity."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class GenerationConfig(_Strict):
+    """How an answer is drawn. None means the model's own default where it has one.
+
+    `do_sample=False` is greedy whatever `temperature` says. `stop_words` are strings of any length,
+    found across token boundaries, not part of the answer. `logprobs` is the number of alternatives
+    reported for every token (at most 20). `random_seed` makes sampled text reproducible; without
+    one, one is drawn.
+    """
+
+    max_new_tokens: int = Field(default=512, ge=1)
+    do_sample: bool = False
+    temperature: float | None = Field(default=None, ge=0, le=100)
+    top_p: float | None = Field(default=None, gt=0, le=1)
+    top_k: int | None = Field(default=None, ge=0)
+    min_p: float | None = Field(default=None, ge=0, le=1)
+    random_seed: int | None = Field(default=None, ge=0, lt=2**63)
+    stop_words: Strings | None = None
+    stop_token_ids: Ints | None = None
+    ignore_eos: bool = False
+    min_new_tokens: int | None = Field(default=None, ge=0)
+    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    presence_penalty: float = Field(default=0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
+    logit_bias: dict[int, float] | None = None
+    skip_special_tokens: bool = True
+    logprobs: int | None = Field(default=None, ge=0, le=20)
+    n: int = Field(default=1, ge=1, le=1024)
+    response_format: dict[str, Any] | None = None
+
+
+class SpeculativeConfig(_Strict):
+    """Speculative decoding with the model's own draft layer; `num_speculative_tokens=0` is none."""
+
+    method: Literal["deepseek_mtp"] = "deepseek_mtp"
+    num_speculative_tokens: int = Field(default=1, ge=0)
+
+
+class PytorchEngineConfig(_Strict):
+    """What a user may say about the engine; what is left out is derived, and shown at start.
+
+    Sizes are in tokens, slots and pages of 64 tokens. `cache_memory` is one budget for slots and
+    pages: "8GiB", a number of bytes, or a share of the free memory such as 0.5. Names follow
+    LMDeploy; `num_gpu_blocks` is another name of `num_kv_pages`, 0 means derived.
+    """
+
+    backend: Literal["pytorch"] = "pytorch"
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
+    tp: int = Field(default=1, ge=1)
+    distributed_executor_backend: Literal["uni", "mp", "ray"] = "uni"
+    language_model_only: bool = True
+    load_format: Literal["auto", "safetensors", "dummy"] = "auto"
+    max_batch_size: int | None = Field(default=None, ge=1)
+    session_len: int | None = Field(default=None, ge=1)
+    max_prefill_token_num: int = Field(default=2048, ge=1)
+    cache_memory: str | int | float | None = None
+    num_state_slots: int | None = Field(default=None, ge=1)
+    num_kv_pages: int | None = Field(default=None, ge=0)
+    num_gpu_blocks: int | None = Field(default=None, ge=0)
+    block_size: int = PAGE
+    enable_prefix_caching: bool = True
+    prefix_cache_state_budget: int | None = Field(default=None, ge=0)
+    prefill_save_alignment: int = PAGE
+    checkpoint_mode: Literal["interior", "split", "off"] | None = None
+    checkpoint_interval: int = Field(default=4096, ge=1)
+    decode_checkpoint_interval: int | None = Field(default=None, ge=1)
+    kda_prefill_backend: Literal["auto", "torch", "triton", "fla", "flash_kda"] = "auto"
+    debug_audit: bool = False
+    debug_poison: bool = False
+    # Known elsewhere, not served here: any value but the default is refused by name.
+    dp: int = 1
+    ep: int = 1
+    prefill_context_parallel_size: int = 1
+    decode_context_parallel_size: int = 1
+    role: str = "hybrid"
+    quant_policy: int = 0
+    num_cpu_blocks: int = 0
+    adapters: dict[str, str] | None = None
+    enable_return_routed_experts: bool = False
+    kv_transfer_config: dict[str, Any] | None = None
+    store_optional: bool = False
+
+
+_NOT_SERVED = {
+    "dp": "data parallelism",
+    "ep": "expert parallelism",
+    "prefill_context_parallel_size": "prefill context parallelism",
+    "decode_context_parallel_size": "decode context parallelism",
+    "role": "prefill/decode disaggregation",
+    "quant_policy": "a quantised KV cache",
+    "num_cpu_blocks": "KV paging to CPU memory",
+    "adapters": "adapters",
+    "enable_return_routed_experts": "routed-expert output",
+    "kv_transfer_config": "an external KV and state store",
+    "store_optional": "an external KV and state store",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class ModelFacts:
+    """What the plan needs of a model: bytes per slot, page and seat, and positions in tokens."""
+
+    name: str
+    slot_bytes: int
+    page_bytes: int
+    seat_bytes: int
+    weight_bytes: int
+    max_position: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """Every number the engine runs with; `notes` says which defaults were changed, and why."""
+
+    device: str
+    dtype: str
+    load_format: str
+    kda_prefill_backend: str
+    max_batch_size: int
+    session_len: int
+    max_prefill_tokens: int
+    num_slots: int
+    checkpoint_budget: int
+    num_pages: int
+    num_seats: int
+    prefix_caching: bool
+    checkpoint_mode: str
+    prefill_save_alignment: int
+    checkpoint_interval: int
+    decode_checkpoint_interval: int
+    cache_budget: int  # bytes that slots, pages and seats may take
+    cache_bytes: int  # bytes that they take
+    debug_audit: bool
+    debug_poison: bool
+    notes: tuple[str, ...]
+
+
+def explain(error: ValidationError) -> str:
+    """One line that names every wrong field, without the input's whole text."""
+    parts = []
+    for problem in error.errors(include_url=False, include_context=False):
+        where = ".".join(str(p) for p in problem["loc"] if not str(p).startswith("function-"))
+        parts.append(f"{where}: {problem['msg']}" if where else str(problem["msg"]))
+    return "; ".join(parts)
+
+
+def parse_memory(value: str | int | float, available: int) -> int:
+    """Bytes meant by "8GiB", by a number of bytes, or by a share (0 < x <= 1) of `available`."""
+    text = str(value).strip().lower().replace("_", "")
+    digits = text.rstrip("kmgtib ")
+    unit = text[len(digits) :].strip()
+    if text.endswith("%"):
+        digits, unit = text[:-1], "%"
+    try:
+        number = float(digits)
+    except ValueError:
+        number = -1.0
+    share = number / 100 if unit == "%" else number
+    if unit in ("", "%") and 0 < share <= 1 and (unit or "." in text or isinstance(value, float)):
+        return int(available * share)
+    if unit not in _UNITS or not 1 <= number * _UNITS[unit] < 2**63:
+        raise Refused(
+            f"cache_memory {value!r} is neither a size such as 8GiB nor a share such as 0.5"
+        )
+    return int(number * _UNITS[unit])
+
+
+def check(config: PytorchEngineConfig, speculative: SpeculativeConfig | None = None) -> None:
+    """Refuse what cannot be served whatever the model is; needs no file and no device."""
+    for name, what in _NOT_SERVED.items():
+        if getattr(config, name) != PytorchEngineConfig.model_fields[name].default:
+            raise Refused(f"{name}={getattr(config, name)!r}: {what} is not supported")
+    if config.tp > 1:
+        raise Refused(f"tp={config.tp}: tensor parallelism is not supported yet, use tp=1")
+    if config.distributed_executor_backend != "uni":
+        raise Refused(
+            f"distributed_executor_backend={config.distributed_executor_backend!r} is not "
+            "supported yet, use 'uni'"
+        )
+    if not config.language_model_only:
+        raise Refused("language_model_only=False: the vision tower is not supported")
+    if speculative is not None and speculative.num_speculative_tokens > 0:
+        raise Refused(
+            f"num_speculative_tokens={speculative.num_speculative_tokens}: drafting is not "
+            "there yet, use 0"
+        )
+    if config.block_size != PAGE:
+        raise Refused(
+            f"block_size={config.block_size}: a page holds {PAGE} tokens, the grid of all"
+        )
+    save, mode = config.prefill_save_alignment, config.checkpoint_mode
+    if save <= 0 or save % PAGE:
+        raise Refused(
+            f"prefill_save_alignment={save} is not a positive multiple of the page size {PAGE}"
+        )
+    for name in ("checkpoint_interval", "decode_checkpoint_interval"):
+        interval = getattr(config, name)
+        if interval is not None and name in config.model_fields_set and interval % save:
+            raise Refused(f"{name}={interval} is not a multiple of prefill_save_alignment={save}")
+    if mode in ("interior", "split") and not config.enable_prefix_caching:
+        raise Refused(
+            f"checkpoint_mode={mode!r} needs prefix caching, but enable_prefix_caching is off"
+        )
+    pages, blocks = config.num_kv_pages or 0, config.num_gpu_blocks or 0
+    if pages and blocks and pages != blocks:
+        raise Refused(f"num_kv_pages={pages} and its other name num_gpu_blocks={blocks} disagree")
+    if config.cache_memory is not None:
+        parse_memory(config.cache_memory, GIB)
+
+
+def resolve(
+    config: PytorchEngineConfig,
+    facts: ModelFacts,
+    *,
+    available: int,
+    device: str = "cpu",
+    speculative: SpeculativeConfig | None = None,
+) -> Resolved:
+    """Derive every number from the configuration, the model and the free memory in bytes.
+
+    Defaults are clamped to what fits, and a note says so; an explicit value that does not fit
+    raises `Refused` with the number that would. `device` is the one chosen ("cpu" or "cuda").
+    """
+    check(config, speculative)
+    caching = config.enable_prefix_caching and config.checkpoint_mode != "off"
+    mode = (config.checkpoint_mode or "interior") if config.enable_prefix_caching else "off"
+    save = config.prefill_save_alignment
+    sizes = _Sizes(config, facts, available, device, caching)
+    prefill = max(PAGE, config.max_prefill_token_num // PAGE * PAGE)
+    notes = list(sizes.notes)
+    if prefill != config.max_prefill_token_num:
+        notes.append(
+            f"max_prefill_token_num {config.max_prefill_token_num} -> {prefill}, whole pages"
+        )
+    if caching and save >= sizes.session_len:
+        notes.append(
+            f"prefix caching can never hit: the smallest reusable prefix, {save} tokens, leaves no "
+            f"room in session_len {sizes.session_len}"
+        )
+    return Resolved(
+        device=device,
+        dtype=("float32" if device == "cpu" else "bfloat16")
+        if config.dtype == "auto"
+        else config.dtype,
+        load_format=config.load_format,
+        kda_prefill_backend=config.kda_prefill_backend,
+        max_batch_size=sizes.batch,
+        session_len=sizes.session_len,
+        max_prefill_tokens=prefill,
+        num_slots=sizes.slots,
+        checkpoint_budget=sizes.checkpoints,
+        num_pages=sizes.pages,
+        num_seats=sizes.batch,
+        prefix_caching=config.enable_prefix_caching,
+        checkpoint_mode=mode,
+        prefill_save_alignment=save,
+        checkpoint_interval=-(-config.checkpoint_interval // save) * save,
+        decode_checkpoint_interval=config.decode_checkpoint_interval or save,
+        cache_budget=sizes.budget,
+        cache_bytes=sizes.bytes(),
+        debug_audit=config.debug_audit,
+        debug_poison=config.debug_poison,
+        notes=tuple(notes),
+    )
+
+
+class _Sizes:
+    """The split of one memory budget between slots, pages and seats.
+
+    Slots: one per seat, one spare (the source of a fan-out), and the checkpoint budget. What does
+    not fit is taken from the checkpoints first, then the batch, then the session length.
+    """
+
+    def __init__(
+        self,
+        config: PytorchEngineConfig,
+        facts: ModelFacts,
+        available: int,
+        device: str,
+        caching: bool,
+    ) -> None:
+        self.facts, self.config = facts, config
+        self.notes: list[str] = []
+        given = config.cache_memory
+        self.budget = parse_memory(
+            given if given is not None else (0.9 if device == "cuda" else 0.5), available
+        )
+        self.pages = config.num_kv_pages or config.num_gpu_blocks or 0
+        self.session_len = config.session_len or facts.max_position
+        if self.session_len > facts.max_position:
+            raise Refused(
+                f"session_len={self.session_len} is more than the model's {facts.max_position}"
+            )
+        self.batch = config.max_batch_size or (256 if device == "cuda" else 32)
+        budget = config.prefix_cache_state_budget
+        self.checkpoints = (4 * self.batch if budget is None else budget) if caching else 0
+        self.fit_slots()
+        self.fit_pages()
+        self.slots = config.num_state_slots or self.batch + 1 + self.checkpoints
+
+    def bytes(self, pages: int | None = None) -> int:
+        """Bytes of all three arenas with `pages` pages."""
+        slots = self.config.num_state_slots or self.batch + 1 + self.checkpoints
+        f = self.facts
+        pages = self.pages if pages is None else pages
+        return slots * f.slot_bytes + pages * f.page_bytes + self.batch * f.seat_bytes
+
+    def session_pages(self) -> int:
+        """Pages of one sequence of full length."""
+        return -(-self.session_len // PAGE)
+
+    def shrink(self, name: str, have: int, floor: int, excess: int, unit: int) -> int:
+        """Take `excess` bytes away from a default, down to `floor`, and note it."""
+        less = max(floor, have - -(-max(excess, 0) // unit))
+        if less < have:
+            self.notes.append(f"{name} {have} -> {less}, to fit {human(self.budget)}")
+        return min(have, less)
+
+    def fit_slots(self) -> None:
+        """Make the counts agree with an explicit number of slots, then with the budget."""
+        config, slots = self.config, self.config.num_state_slots
+        if slots is not None:
+            room = slots - 1  # one is the spare
+            if room < 1:
+                raise Refused(f"num_state_slots={slots}: at least 2 are needed")
+            if config.prefix_cache_state_budget is None:
+                self.checkpoints = min(self.checkpoints, max(0, room - self.batch))
+            if config.max_batch_size is None:
+                self.batch = max(1, min(self.batch, room - self.checkpoints))
+            if self.batch + self.checkpoints > room:
+                raise Refused(
+                    f"max_batch_size={self.batch} and prefix_cache_state_budget={self.checkpoints} "
+                    f"need {self.batch + self.checkpoints + 1} slots, num_state_slots={slots}: "
+                    f"a batch of {max(0, room - self.checkpoints)} fits"
+                )
+            self.checkpoints = room - self.batch if self.checkpoints else 0
+            return
+        least = self.pages or self.session_pages()
+        if config.prefix_cache_state_budget is None and self.checkpoints:
+            self.checkpoints = self.shrink(
+                "prefix_cache_state_budget",
+                self.checkpoints,
+                1,
+                self.bytes(least) - self.budget,
+                self.facts.slot_bytes,
+            )
+        if config.max_batch_size is None:
+            self.batch = self.shrink(
+                "max_batch_size",
+                self.batch,
+                1,
+                self.bytes(least) - self.budget,
+                self.facts.slot_bytes + self.facts.seat_bytes,
+            )
+
+    def fit_pages(self) -> None:
+        """Give the rest of the budget to pages, no more than could ever be used at once."""
+        config, page = self.config, self.facts.page_bytes
+        room = (self.budget - self.bytes(0)) // page
+        if self.pages:
+            if self.pages > room:
+                raise Refused(
+                    f"num_kv_pages={self.pages} does not fit {human(self.budget)}: {max(0, room)} "
+                    f"fit beside {self.batch} requests and {self.checkpoints} checkpoints"
+                )
+        else:
+            self.pages = min(room, (self.batch + self.checkpoints) * self.session_pages())
+        if self.pages < 1:
+            fit = (self.budget - page * self.session_pages()) // self.facts.slot_bytes
+            raise Refused(
+                f"slots for {self.batch} requests and {self.checkpoints} checkpoints take "
+                f"{human(self.bytes(0))} of {human(self.budget)} and leave no page; "
+                f"{max(0, fit)} slots fit beside one request of {self.session_len} tokens"
+            )
+        if self.pages < self.session_pages():
+            if config.session_len is not None:
+                raise Refused(
+                    f"session_len={self.session_len} needs {self.session_pages()} pages, "
+                    f"{self.pages} fit: at most {self.pages * PAGE} tokens"
+                )
+            self.notes.append(
+                f"session_len {self.session_len} -> {self.pages * PAGE}, to fit {self.pages} pages"
+            )
+            self.session_len = self.pages * PAGE
+
+
+def human(count: float) -> str:
+    """Bytes in words: 140.8 MiB."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(count) < 1024:
+            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1024
+    return f"{count:.1f} TiB"
+
+
+def fitting(resolved: Resolved, lengths: Sequence[int]) -> dict[int, int]:
+    """How many requests of each length (tokens) run at once."""
+    return {
+        n: min(resolved.max_batch_size, resolved.num_pages // max(1, -(-n // PAGE)))
+        for n in lengths
+    }

@@ -1,0 +1,149 @@
+"""OpenAI-style answers and errors as plain dictionaries; knows no transport but its JSON."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from starlette.responses import Response
+
+from millpond.errors import MillpondError, Rejected, Unavailable
+from millpond.front.answer import Answer, TextToken
+from millpond.front.text import Tokenizer
+from millpond.plan.step import TokenLogprob
+
+FINISH = {"abort": "stop"}  # clients know stop and length only
+
+
+def dump(body: Any) -> bytes:
+    """JSON; text that is not valid Unicode is escaped instead of failing."""
+    return json.dumps(body, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+
+
+def reply(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    """A JSON response."""
+    return Response(dump(body), status, headers=headers, media_type="application/json")
+
+
+def error_body(
+    message: str, *, kind: str, code: str | None = None, param: str | None = None
+) -> dict[str, Any]:
+    """The wrapped error shape that client libraries unwrap."""
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+def status_of(error: MillpondError) -> int:
+    """4xx for what the caller did, 503 for what time may cure, 500 for our own faults."""
+    if isinstance(error, Rejected):
+        return 404 if error.code == "model_not_found" else 400
+    return 503 if isinstance(error, Unavailable) else 500
+
+
+def error_of(error: MillpondError) -> dict[str, Any]:
+    """The body for an error of ours."""
+    if isinstance(error, Rejected):
+        return error_body(
+            str(error), kind="invalid_request_error", code=error.code, param=error.param
+        )
+    if isinstance(error, Unavailable):
+        return error_body(str(error), kind="service_unavailable", code="unavailable")
+    return error_body(str(error), kind="server_error", code=type(error).__name__)
+
+
+def usage(answers: Iterable[Answer]) -> dict[str, Any]:
+    """Token counts over all prompts of a request."""
+    answers = list(answers)
+    prompt = sum(a.prompt_tokens for a in answers)
+    completion = sum(a.completion_tokens for a in answers)
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": completion,
+        "total_tokens": prompt + completion,
+        "prompt_tokens_details": {"cached_tokens": sum(a.cached_tokens for a in answers)},
+    }
+
+
+def finish(reason: str | None) -> str | None:
+    """A finish reason that client libraries know."""
+    return None if reason is None else FINISH.get(reason, reason)
+
+
+def envelope(kind: str, request_id: str, model: str, created: int | None = None) -> dict[str, Any]:
+    """What every answer and chunk begins with."""
+    return {
+        "id": request_id,
+        "object": kind,
+        "created": int(time.time()) if created is None else created,
+        "model": model,
+    }
+
+
+def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> dict[str, Any]:
+    """Log probabilities as the chat route shows them."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token)
+        text = data.decode("utf-8", "replace")
+        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+
+    return {
+        "content": [
+            {
+                **entry(t.out.token, t.out.logprob or 0.0),
+                "top_logprobs": [entry(i, p) for i, p in t.out.top],
+            }
+            for t in tokens
+        ],
+        "refusal": None,
+    }
+
+
+class CompletionLogprobs:
+    """Log probabilities as the completions route shows them, with running text offsets."""
+
+    def __init__(self, tokenizer: Tokenizer, offset: int = 0) -> None:
+        self._tokenizer = tokenizer
+        self._offset = offset
+
+    def prompt(
+        self, tokens: Sequence[int], entries: Sequence[TokenLogprob] | None
+    ) -> dict[str, Any]:
+        """Of an echoed prompt; its first token has none."""
+        known = {e.position: e for e in entries or ()}
+        made = self._empty()
+        for i, token in enumerate(tokens):
+            found = known.get(i)
+            self._add(made, token, found.logprob if found else None, found.top if found else None)
+        return made
+
+    def generated(self, tokens: Sequence[TextToken]) -> dict[str, Any]:
+        """Of generated tokens."""
+        made = self._empty()
+        for t in tokens:
+            self._add(made, t.out.token, t.out.logprob, t.out.top)
+        return made
+
+    def _empty(self) -> dict[str, Any]:
+        return {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+
+    def _add(
+        self,
+        made: dict[str, Any],
+        token: int,
+        logprob: float | None,
+        top: Sequence[tuple[int, float]] | None,
+    ) -> None:
+        text = self._tokenizer.token_text(token)
+        made["tokens"].append(text)
+        made["token_logprobs"].append(None if logprob is None else _finite(logprob))
+        best = {} if top is None else {self._tokenizer.token_text(i): _finite(p) for i, p in top}
+        made["top_logprobs"].append(best or None)
+        made["text_offset"].append(self._offset)
+        self._offset += len(text)
+
+
+def _finite(logprob: float) -> float:
+    """Minus infinity has no JSON; a very unlikely token says the same."""
+    return max(float(logprob), -9999.0)

@@ -1,0 +1,154 @@
+"""The HTTP server: one application over one service, its errors, and its life."""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from types import FrameType
+
+import uvicorn
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.responses import Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+import millpond
+from millpond.errors import MillpondError
+from millpond.front import openai, operations, replies
+from millpond.front.service import Service
+from millpond.front.transport import ClientGone
+from millpond.telemetry import logger
+
+log = logger("server")
+
+
+def build_app(service: Service) -> FastAPI:
+    """The application; it neither starts nor closes the engine."""
+    app = FastAPI(
+        title="millpond",
+        version=millpond.__version__,
+        strict_content_type=False,  # clients that name no type mean JSON
+        docs_url=None,  # its pages load scripts from elsewhere
+        redoc_url=None,
+    )
+    app.include_router(openai.routes(service))
+    app.include_router(operations.routes(service))
+    app.add_exception_handler(MillpondError, _ours)
+    app.add_exception_handler(RequestValidationError, _invalid)
+    app.add_exception_handler(HTTPException, _http)
+    app.add_exception_handler(ClientGone, _gone)
+    app.add_exception_handler(Exception, _unforeseen)
+    app.add_middleware(_Envelope, service=service)
+    service.metrics.read_engine(service.engine.stats)
+    return app
+
+
+async def _ours(request: Request, error: Exception) -> Response:
+    assert isinstance(error, MillpondError)
+    status = replies.status_of(error)
+    headers = {"retry-after": "1"} if status == 503 else None
+    return replies.reply(replies.error_of(error), status, headers)
+
+
+async def _invalid(request: Request, error: Exception) -> Response:
+    """A body of the wrong form. The message names places and reasons, not the whole input."""
+    assert isinstance(error, RequestValidationError)
+    parts, param = [], None
+    for problem in error.errors()[:5]:
+        where = [str(p) for p in problem["loc"] if p != "body"]
+        param = param or (where[0] if where and problem["type"] != "json_invalid" else None)
+        parts.append(f"{'.'.join(where)}: {problem['msg']}" if where else str(problem["msg"]))
+    body = replies.error_body(
+        "; ".join(parts)[:2000], kind="invalid_request_error", code="invalid_value", param=param
+    )
+    return replies.reply(body, 400)
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    unread = isinstance(error.__cause__, ValueError | RecursionError)
+    body = replies.error_body(
+        "the body is not JSON in UTF-8" if unread else str(error.detail),
+        kind="invalid_request_error",
+        code=f"http_{error.status_code}",
+    )
+    return replies.reply(body, error.status_code, error.headers)
+
+
+async def _gone(request: Request, error: Exception) -> Response:
+    return Response(status_code=499)  # nobody reads it
+
+
+async def _unforeseen(request: Request, error: Exception) -> Response:
+    body = replies.error_body(
+        "an unforeseen error; the server's log has it", kind="server_error", code="internal"
+    )
+    return replies.reply(body, 500)
+
+
+class _Envelope:
+    """Gives every request an id, answers with it, and counts routes and statuses."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self._app, self._metrics = app, service.metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = next((v for k, v in scope["headers"] if k == b"x-request-id"), b"")
+        known = given.decode("latin-1").strip()
+        request_id = known[:128] if known.isprintable() and known else uuid.uuid4().hex
+        scope.setdefault("state", {})["request_id"] = request_id
+
+        async def tagged(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                route = getattr(scope.get("route"), "path", "none")
+                self._metrics.observe_http(route, message["status"])
+                raw = (b"x-request-id", request_id.encode("latin-1"))
+                message = {**message, "headers": [*message.get("headers", ()), raw]}
+            await send(message)
+
+        await self._app(scope, receive, tagged)
+
+
+class _Server(uvicorn.Server):
+    """Tells the service when shutdown begins, so that new requests are refused meanwhile."""
+
+    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+        super().__init__(config)
+        self._service = service
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Drain on the first signal, leave on the second."""
+        log.info("signal %d: finishing what runs, refusing what comes", sig)
+        self._service.draining = True
+        super().handle_exit(sig, frame)
+
+
+def serve(service: Service, *, host: str, port: int, drain_seconds: float, log_level: str) -> int:
+    """Serve until SIGINT or SIGTERM, then drain for `drain_seconds` at most. Returns a status."""
+    config = uvicorn.Config(
+        build_app(service),
+        host=host,
+        port=port,
+        log_level=log_level.lower(),
+        access_log=log_level.upper() == "DEBUG",
+        timeout_graceful_shutdown=max(1, round(drain_seconds)),
+        timeout_keep_alive=30,
+        lifespan="off",
+    )
+    server = _Server(config, service)
+    # uvicorn raises the signal again after it has shut down; an orderly end is a success.
+    before = {s: signal.signal(s, _ignore) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        server.run()
+    finally:
+        for s, handler in before.items():
+            signal.signal(s, handler)
+    return 0 if server.started else 1
+
+
+def _ignore(sig: int, frame: FrameType | None) -> None:
+    """The signal has been acted on."""

@@ -1,0 +1,211 @@
+"""One model behind one engine, as every front door sees it: prompts in, pieces of answers out."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from millpond.config import GenerationConfig, Resolved
+from millpond.engine.types import Delta, EngineRequest, EngineStats
+from millpond.errors import Rejected
+from millpond.front.answer import Answer, Ask, Piece
+from millpond.front.chat import ChatTemplate
+from millpond.front.metrics import Metrics
+from millpond.front.sampling import Defaults, to_params
+from millpond.front.text import Tokenizer
+
+
+class Stream(Protocol):
+    """Deltas of one request; ends after every sample has a finish reason."""
+
+    def __aiter__(self) -> AsyncIterator[Delta]:
+        """The deltas, in order."""
+
+    def abort(self) -> None:
+        """End the request; nothing happens when it is over."""
+
+
+class Door(Protocol):
+    """The engine's front door, which is all of it that this package uses."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are still answered."""
+
+    @property
+    def failure(self) -> str | None:
+        """Why not."""
+
+    def submit(self, request: EngineRequest) -> Stream:
+        """`Rejected` for one that can never be served, `Unavailable` when closing or dead."""
+
+    def stats(self) -> EngineStats:
+        """Counters since start."""
+
+    def flush_cache(self) -> None:
+        """Forget every prefix."""
+
+    def close(self, drain: bool, timeout: float) -> None:
+        """Stop; with `drain`, after what is running has ended, or `timeout` seconds."""
+
+
+@dataclass(slots=True)
+class Service:
+    """A model that answers; all is fixed but `draining`, which closes the doors first."""
+
+    name: str
+    directory: Path
+    tokenizer: Tokenizer
+    template: ChatTemplate | None
+    defaults: Defaults
+    resolved: Resolved
+    vocab_size: int
+    engine: Door
+    metrics: Metrics = field(default_factory=Metrics)
+    created: int = field(default_factory=lambda: int(time.time()))
+    draining: bool = False
+
+    def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
+        """Ids of a prompt that is text, or ids already; the latter are checked."""
+        if isinstance(prompt, str):
+            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+        wrong = next((i for i in prompt if not 0 <= i < self.vocab_size), None)
+        if wrong is not None:
+            raise Rejected(
+                f"{wrong} is not a token of this model (0 to {self.vocab_size - 1})", param="prompt"
+            )
+        return list(prompt)
+
+    def ask(
+        self,
+        prompt: str | Sequence[int],
+        wish: GenerationConfig,
+        *,
+        fill: bool = False,
+        prompt_logprobs: int | None = None,
+        add_special_tokens: bool = True,
+        **how: Any,
+    ) -> Ask:
+        """An `Ask` for a prompt as it stands; `how` are fields of `Ask`. Raises `Rejected`."""
+        tokens = self.encode(prompt, add_special_tokens=add_special_tokens)
+        params = to_params(
+            wish,
+            self.defaults,
+            prompt_tokens=len(tokens),
+            session_len=self.resolved.session_len,
+            vocab_size=self.vocab_size,
+            max_samples=self.resolved.max_batch_size,
+            prompt_logprobs=prompt_logprobs,
+            fill=fill,
+        )
+        return Ask(
+            tokens=tuple(tokens),
+            params=params,
+            stops=wish.stop_words or (),
+            skip_special_tokens=wish.skip_special_tokens,
+            **how,
+        )
+
+    def ask_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        wish: GenerationConfig,
+        *,
+        fill: bool = False,
+        template: Mapping[str, Any] | None = None,
+        **how: Any,
+    ) -> Ask:
+        """An `Ask` for a conversation; `template` are arguments of `ChatTemplate.render`."""
+        if self.template is None:
+            raise Rejected(
+                f"{self.name} has no chat template: use plain completions", code="no_chat_template"
+            )
+        prompt = self.template.render(messages, **(template or {}))
+        return self.ask(
+            prompt.text,
+            wish,
+            fill=fill,
+            add_special_tokens=False,  # the template has written them
+            reasons=self.template.reasons,
+            in_reasoning=prompt.in_reasoning,
+            **how,
+        )
+
+
+class Flight:
+    """Some prompts under way together. Submitted all or none; `abort` is for every exit.
+
+    Raises what the engine raises at submission.
+    """
+
+    def __init__(self, service: Service, asks: Sequence[Ask], request_id: str) -> None:
+        self.answers = [Answer(a, service.tokenizer) for a in asks]
+        self._metrics = service.metrics
+        self._streams: list[Stream] = []
+        self._ended = [0] * len(asks)  # samples the engine has ended
+        self._begin = time.perf_counter()
+        try:
+            for i, a in enumerate(asks):
+                request = EngineRequest(
+                    request_id=f"{request_id}-{i}",
+                    tokens=a.tokens,
+                    params=a.params,
+                    priority=a.priority,
+                    cache_salt=a.cache_salt,
+                )
+                self._streams.append(service.engine.submit(request))
+        except BaseException:
+            self.abort()
+            raise
+
+    def abort(self) -> None:
+        """End whatever still runs; may be called at any time, from any thread, again."""
+        for stream, ended, answer in zip(self._streams, self._ended, self.answers, strict=False):
+            if ended < answer.ask.params.n:
+                stream.abort()
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(index of the prompt, piece) as they come; to be closed when left early."""
+        queue: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue()
+        tasks = [asyncio.create_task(self._pump(i, queue)) for i in range(len(self._streams))]
+        try:
+            left = len(tasks)
+            while left:
+                item = await queue.get()
+                if isinstance(item, BaseException):
+                    raise item
+                if item is None:
+                    left -= 1
+                else:
+                    yield item
+        finally:
+            for task in tasks:
+                task.cancel()
+            self.abort()
+
+    async def _pump(
+        self, index: int, queue: asyncio.Queue[tuple[int, Piece] | BaseException | None]
+    ) -> None:
+        answer, last = self.answers[index], self._begin
+        try:
+            async for delta in self._streams[index]:
+                self._ended[index] += delta.finish_reason is not None
+                now = time.perf_counter()
+                if delta.tokens:
+                    self._metrics.observe_tokens(len(delta.tokens), now - last, last == self._begin)
+                    last = now
+                piece = answer.push(delta)
+                if piece is not None:
+                    queue.put_nowait((index, piece))
+                if answer.done:
+                    break
+            self._metrics.observe_request(time.perf_counter() - self._begin)
+            if self._ended[index] < answer.ask.params.n:
+                self._streams[index].abort()
+            queue.put_nowait(None)
+        except Exception as error:  # noqa: BLE001 -- carried to the one who reads the queue
+            queue.put_nowait(error)

@@ -1,0 +1,156 @@
+"""Text to token ids and back, piece by piece; knows one model's tokenizer, nothing of chats."""
+
+from __future__ import annotations
+
+import codecs
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from tokenizers import Tokenizer as FastTokenizer
+
+from millpond.errors import Refused, Rejected
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a model's directory; `Refused` names the file otherwise."""
+    try:
+        found = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise Refused(f"cannot read {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise Refused(f"cannot read {path}: not a JSON object")
+    return found
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The printable stand-ins of byte-level BPE: one character per byte."""
+    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [b for b in range(256) if b not in set(plain)]
+    table = {chr(b): b for b in plain}
+    return table | {chr(256 + i): b for i, b in enumerate(others)}
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+class Tokenizer:
+    """A byte-level BPE tokenizer read from `tokenizer.json` and `tokenizer_config.json`."""
+
+    def __init__(self, directory: Path) -> None:
+        raw = read_json(directory / "tokenizer.json")
+        decoder = raw.get("decoder") or {}
+        kinds = [d.get("type") for d in decoder.get("decoders", [decoder])]
+        if "ByteLevel" not in kinds:
+            raise Refused(f"{directory}: tokenizer decoder {kinds} is not byte-level BPE")
+        try:
+            self._fast = FastTokenizer.from_file(str(directory / "tokenizer.json"))
+        except Exception as error:  # the library raises nothing narrower
+            raise Refused(f"cannot read {directory / 'tokenizer.json'}: {error}") from error
+        self.config = read_json(directory / "tokenizer_config.json")
+        self.added = dict(self._fast.get_added_tokens_decoder())
+        self.special = frozenset(i for i, t in self.added.items() if t.special)
+        self.vocab_size = self._fast.get_vocab_size(with_added_tokens=True)
+        self._bytes: dict[int, bytes] = {}
+
+    def named(self, key: str) -> str | None:
+        """The text of `eos_token`, `bos_token` and the like, or None."""
+        value = self.config.get(key)
+        if isinstance(value, dict):
+            value = value.get("content")
+        return value if isinstance(value, str) else None
+
+    def token_id(self, text: str) -> int | None:
+        """The id of exactly this token, or None."""
+        return self._fast.token_to_id(text)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of `text`; special tokens written out in it are recognised.
+
+        Raises `Rejected` for text that is not valid Unicode (a lone surrogate).
+        """
+        try:
+            text.encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise Rejected("the text is not valid Unicode", code="invalid_unicode") from error
+        return self._fast.encode(text, add_special_tokens=add_special_tokens).ids
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes one token stands for; none for an id outside the vocabulary."""
+        found = self._bytes.get(token)
+        if found is None:
+            text = self._fast.id_to_token(token) or ""
+            if token in self.added:
+                found = text.encode()
+            else:
+                found = bytes(_BYTE_OF_CHAR[c] for c in text)
+            self._bytes[token] = found
+        return found
+
+    def token_text(self, token: int) -> str:
+        """One token as text; a piece of a character shows as a replacement character."""
+        return self.token_bytes(token).decode("utf-8", "replace")
+
+    def decode(self, tokens: Iterable[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of `tokens`; invalid UTF-8 becomes replacement characters."""
+        detokenizer = Detokenizer(self, skip_special_tokens=skip_special_tokens)
+        return "".join([*(detokenizer.push(t) for t in tokens), detokenizer.finish()])
+
+
+class Detokenizer:
+    """Tokens in, text out, never half a character; all pieces together equal the whole."""
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skip = tokenizer.special if skip_special_tokens else frozenset()
+        self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
+
+    def push(self, token: int) -> str:
+        """The text that became certain with this token; may be empty."""
+        if token in self._skip:
+            return ""
+        return self._utf8.decode(self._tokenizer.token_bytes(token))
+
+    def finish(self) -> str:
+        """What was held back: an unfinished character, as a replacement character."""
+        return self._utf8.decode(b"", final=True)
+
+
+class StopStrings:
+    """Finds the first of several strings in a stream, whatever the pieces are.
+
+    Text that may be the beginning of a stop string is held back until that is decided.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(dict.fromkeys(s for s in stops if s))
+        self._held = ""
+        self.matched: str | None = None
+
+    def push(self, text: str) -> str:
+        """The text certainly before any stop string; sets `matched` when one is complete."""
+        if not self._stops or self.matched is not None:
+            return "" if self.matched is not None else text
+        text = self._held + text
+        hits = [(at + len(s), at, s) for s in self._stops if (at := text.find(s)) >= 0]
+        if hits:  # the one that is complete first, so that pieces do not matter
+            _, at, self.matched = min(hits)
+            self._held = ""
+            return text[:at]
+        keep = max(overlap(text, s) for s in self._stops)
+        self._held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """What was held back for a stop string that did not come."""
+        held, self._held = self._held, ""
+        return held
+
+
+def overlap(text: str, marker: str) -> int:
+    """Length of the longest end of `text` that begins `marker` and is not all of it."""
+    for size in range(min(len(text), len(marker) - 1), 0, -1):
+        if marker.startswith(text[-size:]):
+            return size
+    return 0
