@@ -7,7 +7,8 @@ The per-token form applies just that. The chunk form folds 64 tokens at once (th
 al., "Parallelizing Linear Transformers with the Delta Rule over Sequence Length"): chunks lie on
 the absolute grid, so that every way to cut a prompt on the grid applies the same operations to the
 same states. Decay is only ever exponentiated as a difference that is at most 0, so nothing
-overflows.
+overflows. The cumulative decay alone is fp64: after a steep fall a small difference would vanish in
+fp32.
 """
 
 from __future__ import annotations
@@ -172,22 +173,22 @@ def chunked_delta(
     Tokens that pad the last chunk of a row have q, k, v, g and beta zero.
     -> o [B, H, 64, V] and the state after every chunk [B, H, V, K].
     """
-    cumulative = g.cumsum(2)
+    cumulative = g.double().cumsum(2)
     if g.ndim == 3:
         product_kk, product_qk = _scalar_products(q, k, cumulative)
         cumulative = cumulative[..., None]
     else:
         product_kk, product_qk = _channel_products(q, k, cumulative)
-    decayed = torch.exp(cumulative)
+    decayed = torch.exp(cumulative.float())
     total = cumulative[:, :, -1:]
     # (I + A)^-1 applied to beta v and beta k exp(G), in one triangular solve.
     lower = beta[..., None] * product_kk.tril(-1)
     right = beta[..., None] * torch.cat((v, k * decayed), -1)
     solved = torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
     u, w = solved.split((v.shape[-1], k.shape[-1]), -1)
-    k_out = k * torch.exp(total - cumulative)
+    k_out = k * torch.exp((total - cumulative).float())
     q_in = q * decayed
-    carry = torch.exp(total)  # [B, H, 1, 1 or K]
+    carry = torch.exp(total.float())  # [B, H, 1, 1 or K]
 
     o = torch.empty_like(v)
     after = s0.new_empty((q.shape[0], *s0.shape[1:]))
@@ -221,7 +222,7 @@ def _scalar_products(
     q: torch.Tensor, k: torch.Tensor, cumulative: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """k_i . k_j and q_i . k_j times exp(G_i - G_j) for j <= i, else 0: [B, H, 64, 64] each."""
-    difference = cumulative[..., :, None] - cumulative[..., None, :]
+    difference = (cumulative[..., :, None] - cumulative[..., None, :]).float()
     lower = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=q.device).tril()
     factor = torch.exp(difference.masked_fill(~lower, float("-inf")))
     k_t = k.transpose(-1, -2).contiguous()
@@ -243,14 +244,14 @@ def _channel_products(
     for begin in range(0, CHUNK, SUB_BLOCK):
         block = slice(begin, begin + SUB_BLOCK)
         g, q_b, k_b = cumulative[:, :, block], q[:, :, block], k[:, :, block]
-        difference = g[..., :, None, :] - g[..., None, :, :]
+        difference = (g[..., :, None, :] - g[..., None, :, :]).float()
         right = k_b[..., None, :, :] * torch.exp(difference.masked_fill(~lower, float("-inf")))
         product_kk[:, :, block, block] = (k_b[..., :, None, :] * right).sum(-1)
         product_qk[:, :, block, block] = (q_b[..., :, None, :] * right).sum(-1)
         if begin:
             boundary = cumulative[:, :, begin - 1 : begin]
-            since = torch.exp(g - boundary)
-            earlier = k[:, :, :begin] * torch.exp(boundary - cumulative[:, :, :begin])
+            since = torch.exp((g - boundary).float())
+            earlier = k[:, :, :begin] * torch.exp((boundary - cumulative[:, :, :begin]).float())
             earlier = earlier.transpose(-1, -2).contiguous()
             product_kk[:, :, block, :begin] = batched_matmul(k_b * since, earlier)
             product_qk[:, :, block, :begin] = batched_matmul(q_b * since, earlier)
