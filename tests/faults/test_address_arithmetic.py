@@ -7,7 +7,10 @@ import torch
 
 from millpond.memory.arena import Arena
 from millpond.memory.layout import EntrySpec, TensorSpec
+from millpond.nn.batch import Staging
 from millpond.ops.reference.delta import delta_decode
+from millpond.ops.reference.indexer import pool_keys
+from millpond.plan.step import PageUpdate, Row, StepPlan
 from tests.faults.delta_rule import HEADS, K, V, layer, packed
 
 CPU = torch.device("cpu")
@@ -78,3 +81,36 @@ def test_an_id_outside_the_pool_is_an_error_not_another_slot(bad):
     arena = Arena(EntrySpec((TensorSpec(0, "recurrent", (2,), torch.float32),)), 5, CPU)
     with pytest.raises(IndexError):
         arena.fill_nan([bad])
+
+
+def test_pooled_keys_of_a_page_lie_in_the_page_of_their_tokens():
+    """Two sequences on scattered pages; a key is its own position, so a pool's mean is known."""
+    pool, per_page, count = 4, 16, 9
+    tables = ((7, 2, 5), (0, 8, 3))
+    lengths = (190, 131)
+    staging = Staging(num_seats=2, max_pages=3, device=CPU)
+    staging.update([PageUpdate(seat, 0, table) for seat, table in enumerate(tables)])
+    rows = tuple(
+        Row(request=str(seat), seat=seat, start=0, tokens=(0,) * n, state_in=None, state_out=seat)
+        for seat, n in enumerate(lengths)
+    )
+    batch = staging.batch(StepPlan(step=0, prefill=rows), [])
+    position = torch.cat([torch.arange(n) for n in lengths]).float()
+    sequence = torch.repeat_interleave(torch.tensor([0.0, 1000.0]), torch.tensor(lengths))
+    key = (position + sequence)[:, None]
+    pooled = torch.full((count, per_page, 1), float("nan"))
+    pool_keys(
+        key,
+        torch.zeros_like(key),
+        torch.zeros(pool, 1),
+        pooled_pages=pooled,
+        tails=torch.zeros(2, pool, 2, 1),
+        batch=batch,
+    )
+    written = 0
+    for seat, table in enumerate(tables):
+        for index in range(lengths[seat] // pool):
+            found = pooled[table[index // per_page], index % per_page, 0]
+            assert found == 1000 * seat + index * pool + 1.5
+            written += 1
+    assert int(pooled.isfinite().sum()) == written
