@@ -120,7 +120,8 @@ class Staging:
     def _send(self, arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
         """One transfer for all of them, whatever their number."""
         packed = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
-        return packed.to(self.device, non_blocking=True).split([len(a) for a in arrays])
+        sent = packed.to(self.device, non_blocking=True)
+        return torch.split(sent, [len(a) for a in arrays])
 
 
 def _ramp(lengths: Iterable[int]) -> np.ndarray:

@@ -1,0 +1,30 @@
+"""The executor of one process: plans run inline, on the thread that brings them."""
+
+from __future__ import annotations
+
+from millpond.errors import Broken
+from millpond.plan.step import Capabilities, StepPlan, StepResult
+from millpond.runtime.worker import Worker
+
+
+class UniExecutor:
+    """Satisfies `plan.step.Executor` with a single rank."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker: Worker | None = worker
+        self._capabilities = worker.capabilities
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Fixed facts about the device tower."""
+        return self._capabilities
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one plan to its end. Raises `StepFailed`: then nothing of it may be relied on."""
+        if self._worker is None:
+            raise Broken(f"step {plan.step} was sent to a closed executor")
+        return self._worker.execute(plan)
+
+    def close(self) -> None:
+        """Give back model and arenas. Closing twice is closing once."""
+        self._worker = None

@@ -1,0 +1,166 @@
+"""One rank: a device, a model on it, its arenas, and the calls a rank answers.
+
+Knows how a model directory becomes something that runs plans; does not know who sends them.
+"""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import torch
+
+from millpond.config import ModelFacts
+from millpond.errors import Refused
+from millpond.memory.arena import Arenas
+from millpond.memory.layout import ModelLayout
+from millpond.models.base import Description, Model, describe
+from millpond.models.base import load as load_model
+from millpond.nn.batch import Staging
+from millpond.ops.bind import bind
+from millpond.plan.step import PAGE_SIZE, Capabilities, StepPlan, StepResult
+from millpond.runtime.runner import ModelRunner
+from millpond.runtime.verify import Verifier
+
+log = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+class Worker:
+    """Runs plans on one device. Making one allocates all its memory for state and KV."""
+
+    def __init__(
+        self,
+        model: Model,
+        layout: ModelLayout,
+        *,
+        device: torch.device,
+        num_slots: int,
+        num_pages: int,
+        num_seats: int,
+        vocab_size: int,
+        max_position: int,
+        export_granularity: int,
+        eos_token_ids: tuple[int, ...] = (),
+        debug_poison: bool = False,
+    ) -> None:
+        self.capabilities = Capabilities(
+            num_slots=num_slots,
+            num_pages=num_pages,
+            num_seats=num_seats,
+            export_granularity=export_granularity,
+            vocab_size=vocab_size,
+            max_position=max_position,
+        )
+        arenas = Arenas.allocate(
+            layout, num_slots=num_slots, num_pages=num_pages, num_seats=num_seats, device=device
+        )
+        if debug_poison:
+            for arena in (arenas.slots, arenas.pages, arenas.seats):
+                arena.fill_nan(range(arena.count))
+        self.runner = ModelRunner(
+            model,
+            arenas,
+            Staging(num_seats, -(-max_position // PAGE_SIZE), device),
+            Verifier(num_seats, vocab_size, device, eos_token_ids),
+        )
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one plan to its end. Raises `StepFailed`."""
+        return self.runner.execute(plan)
+
+
+def load(
+    model_dir: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    num_slots: int,
+    num_pages: int,
+    num_seats: int,
+    session_len: int | None = None,
+    load_format: str = "auto",
+    kda_prefill_backend: str = "auto",
+    debug_poison: bool = False,
+) -> Worker:
+    """Build the model of a directory in the Hugging Face layout, ready to run plans.
+
+    `session_len` bounds the tokens of a sequence (None: the model's own limit). Raises `Refused`
+    for what the model, the device or a backend cannot do, before weights are read where possible.
+    """
+    place = choose_device(device)
+    computing = choose_dtype(dtype, place)
+    description = describe(model_dir)
+    ops = bind(place, delta_prefill_backend=kda_prefill_backend)
+    limit = description.config.max_position
+    if session_len is not None and session_len > limit:
+        raise Refused(f"session_len={session_len} is more than the model's {limit} positions")
+    worker = Worker(
+        load_model(description, ops, dtype=computing, device=place, load_format=load_format),
+        description.layout(computing),
+        device=place,
+        num_slots=num_slots,
+        num_pages=num_pages,
+        num_seats=num_seats,
+        vocab_size=description.config.vocab_size,
+        max_position=session_len or limit,
+        export_granularity=ops.export_granularity,
+        eos_token_ids=description.eos_token_ids,
+        debug_poison=debug_poison,
+    )
+    log.info(
+        "%s (%s) on %s in %s: %d slots, %d pages, %d seats, %.1f MiB",
+        model_dir.name,
+        description.model_type,
+        place,
+        str(computing).removeprefix("torch."),
+        num_slots,
+        num_pages,
+        num_seats,
+        worker.runner.arenas.num_bytes / 2**20,
+    )
+    return worker
+
+
+def model_facts(description: Description, *, dtype: str, device: str) -> ModelFacts:
+    """What the memory plan must know, without reading weights. Raises `Refused`."""
+    place = choose_device(device)
+    computing = choose_dtype(dtype, place)
+    layout = description.layout(computing)
+    return ModelFacts(
+        name=description.model_dir.name,
+        slot_bytes=layout.slot.num_bytes,
+        page_bytes=layout.page.num_bytes,
+        seat_bytes=layout.seat.num_bytes,
+        weight_bytes=description.weight_bytes(computing, bind(place)),
+        max_position=description.config.max_position,
+    )
+
+
+def choose_device(name: str) -> torch.device:
+    """`auto` is CUDA where there is some, the CPU elsewhere; what is named is used or refused."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as cause:
+        raise Refused(f"device {name!r} is not known: {cause}") from cause
+    if device.type not in ("cpu", "cuda"):
+        raise Refused(f"device {name!r} is not supported: use cpu or cuda")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise Refused(f"device {name!r} was asked for, and torch {torch.__version__} finds no CUDA")
+    if device.index is not None and device.type == "cuda":
+        count = torch.cuda.device_count()
+        if device.index >= count:
+            raise Refused(f"device {name!r} was asked for, there are {count} CUDA devices")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """`auto` is float32 on the CPU and bfloat16 elsewhere; what is named is used as asked."""
+    if name == "auto":
+        return torch.float32 if device.type == "cpu" else torch.bfloat16
+    if name not in DTYPES:
+        raise Refused(f"dtype {name!r} is not supported: use auto, {', '.join(DTYPES)}")
+    return DTYPES[name]

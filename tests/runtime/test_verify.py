@@ -1,0 +1,171 @@
+"""Sampling data by seat, and which logits a plan needs at all."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from millpond.ops.reference.sampling import log_probabilities
+from millpond.plan.sampling import SamplingParams
+from millpond.plan.step import Emitted, Row, SeatLoad, StepPlan
+from millpond.runtime.verify import Draw, Scored, Verifier, wanted
+from millpond.state.lease import Seat, SlotId
+
+VOCAB = 50
+EOS = 7
+CPU = torch.device("cpu")
+
+
+def params(**given: Any) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": 9, "temperature": 0.0, **given})
+
+
+def seated(*loads: SeatLoad) -> Verifier:
+    verifier = Verifier(6, VOCAB, CPU, eos_token_ids=(EOS,))
+    verifier.load(loads)
+    return verifier
+
+
+def load(
+    seat: int, *, tokens: tuple[int, ...] = (1, 2, 3), index: int = 0, **given: Any
+) -> SeatLoad:
+    prompt_len = given.pop("prompt_len", len(tokens))
+    return SeatLoad(
+        seat=Seat(seat),
+        request=f"r{seat}",
+        sample_index=index,
+        params=params(**given),
+        tokens=tokens,
+        prompt_len=prompt_len,
+    )
+
+
+def logits_with(*best: tuple[int, float]) -> torch.Tensor:
+    row = torch.zeros(1, VOCAB)
+    for token, value in best:
+        row[0, token] = value
+    return row
+
+
+def draw(verifier: Verifier, seat: int, logits: torch.Tensor, position: int = 3) -> Emitted:
+    return verifier.draw([Draw(Seat(seat), 0, position)], logits)[0]
+
+
+def row(seat: int, tokens: tuple[int, ...], start: int = 0, **given: Any) -> Row:
+    return Row(
+        request=f"r{seat}",
+        seat=Seat(seat),
+        start=start,
+        tokens=tokens,
+        state_in=SlotId(0) if start else None,
+        state_out=SlotId(1),
+        **given,
+    )
+
+
+def test_only_rows_that_emit_or_are_scored_become_logits() -> None:
+    plan = StepPlan(
+        step=1,
+        prefill=(
+            row(0, (1, 2, 3)),
+            row(1, (4, 5, 6, 7), prompt_logprobs=0, next_token=8),
+            row(2, (4, 5), emit_seats=(Seat(2), Seat(4)), prompt_logprobs=1),
+        ),
+        decode=(row(3, (9,), start=5, emit_seats=(Seat(3),)),),
+    )
+    want = wanted(plan)
+    assert want.at == (8, 9, 3, 4, 5, 6, 7)
+    assert want.num_drawn == 2
+    assert [(d.seat, d.row, d.position) for d in want.draws] == [(2, 0, 2), (4, 0, 2), (3, 1, 6)]
+    assert [(s.first, s.count) for s in want.scored] == [(3, 4), (7, 1)]
+
+
+def test_every_seat_keeps_its_own_parameters_whatever_the_order_of_the_batch() -> None:
+    verifier = seated(
+        load(0, temperature=1.0, seed=5),
+        load(3, temperature=1.0, seed=6, index=1),
+        load(4, temperature=0.7, top_k=3, seed=2**64 - 1),
+    )
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1)).repeat(2, 1)[:3]
+    draws = [Draw(Seat(0), 0, 11), Draw(Seat(3), 1, 4), Draw(Seat(4), 2, 9)]
+    together = {e.seat: e.token for e in verifier.draw(draws, logits)}
+    for order in ([2, 0, 1], [1], [0, 2]):
+        some = [Draw(draws[i].seat, n, draws[i].position) for n, i in enumerate(order)]
+        alone = verifier.draw(some, logits[order])
+        assert {e.seat: e.token for e in alone} == {
+            draws[i].seat: together[draws[i].seat] for i in order
+        }
+
+
+def test_samples_of_a_fan_out_draw_differently_from_the_same_logits() -> None:
+    verifier = seated(*(load(i, temperature=1.0, seed=3, index=i) for i in range(6)))
+    emitted = verifier.draw([Draw(Seat(i), 0, 3) for i in range(6)], torch.zeros(1, VOCAB))
+    assert len({e.token for e in emitted}) > 1
+
+
+def test_a_generated_token_is_penalised_from_then_on_and_after_a_reload() -> None:
+    logits = logits_with((5, 4.0), (6, 3.5))
+    verifier = seated(load(1, frequency_penalty=1.0))
+    assert [draw(verifier, 1, logits, p).token for p in (3, 4)] == [5, 6]
+    reloaded = seated(load(1, frequency_penalty=1.0, tokens=(1, 2, 3, 5), prompt_len=3))
+    assert draw(reloaded, 1, logits).token == 6
+    # A prompt's tokens count for the repetition penalty only.
+    prompt = seated(load(1, frequency_penalty=1.0, tokens=(5, 5), prompt_len=2))
+    assert draw(prompt, 1, logits).token == 5
+    repeated = seated(load(1, repetition_penalty=2.0, tokens=(5,), prompt_len=1))
+    assert draw(repeated, 1, logits).token == 6
+
+
+def test_a_seat_loaded_anew_forgets_its_former_tenant() -> None:
+    logits = logits_with((5, 4.0), (6, 3.5))
+    verifier = seated(load(1, frequency_penalty=1.0, logit_bias=((9, 50.0),)))
+    assert draw(verifier, 1, logits).token == 9
+    verifier.load([load(1, frequency_penalty=1.0)])
+    assert draw(verifier, 1, logits).token == 5
+    verifier.load([load(1)])
+    assert [draw(verifier, 1, logits).token for _ in range(2)] == [5, 5]
+
+
+def test_no_stop_token_is_drawn_before_min_tokens() -> None:
+    logits = logits_with((EOS, 9.0), (8, 8.0), (6, 7.0))
+    verifier = seated(load(1, min_tokens=2, stop_token_ids=(8,)))
+    assert [draw(verifier, 1, logits, position).token for position in (3, 4, 5)] == [6, 6, EOS]
+    ignoring = seated(load(1, min_tokens=2, ignore_eos=True))
+    assert draw(ignoring, 1, logits).token == EOS
+
+
+def test_log_probabilities_come_only_when_asked_for_and_are_the_models_own() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
+    verifier = seated(load(0), load(1, logprobs=0), load(2, logprobs=3, logit_bias=((4, 90.0),)))
+    emitted = verifier.draw([Draw(Seat(i), i, 3) for i in range(3)], logits)
+    expect = log_probabilities(logits)
+    assert (emitted[0].logprob, emitted[0].top) == (None, ())
+    assert emitted[1].logprob == pytest.approx(float(expect[1, emitted[1].token]))
+    assert emitted[1].top == ()
+    assert emitted[2].token == 4
+    assert emitted[2].logprob == pytest.approx(float(expect[2, 4]))
+    assert [i for i, _ in emitted[2].top] == expect[2].topk(3).indices.tolist()
+
+
+def test_a_row_with_a_nan_is_not_finite_and_leaves_the_others_alone() -> None:
+    verifier = seated(load(0), load(1))
+    logits = torch.cat((logits_with((5, float("nan"))), logits_with((6, 2.0))))
+    emitted = verifier.draw([Draw(Seat(0), 0, 3), Draw(Seat(1), 1, 3)], logits)
+    assert [e.finite for e in emitted] == [False, True]
+    assert emitted[1].token == 6
+
+
+def test_prompt_scores_are_those_of_each_known_successor_across_blocks() -> None:
+    tokens = tuple(i % VOCAB for i in range(300))
+    hidden = torch.randn(300, VOCAB, generator=torch.Generator().manual_seed(2))
+    scored = Scored(row(0, tokens, start=64, prompt_logprobs=2, next_token=41), 0, 300)
+    (result,) = seated(load(0)).score_prompts([scored], hidden, lambda h: h)
+    expect = log_probabilities(hidden)
+    assert [e.position for e in result.entries] == list(range(65, 365))
+    assert [e.token for e in result.entries] == [*tokens[1:], 41]
+    assert [e.logprob for e in result.entries] == pytest.approx(
+        expect.gather(1, torch.tensor([*tokens[1:], 41])[:, None]).squeeze(1).tolist()
+    )
+    assert all(len(e.top) == 2 for e in result.entries)
