@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import torch
 
@@ -67,3 +68,14 @@ def make_batch(
         page_table=table,
         logits_at=ints([]),
     )
+
+
+def strided_bank(
+    slots: int, shape: tuple[int, ...], dtype: torch.dtype = torch.float32
+) -> torch.Tensor:
+    """A layer's view as an arena gives it: random values, other layers' bytes (NaN) in between."""
+    size = prod(shape)
+    storage = torch.full((slots, 2 * size + 24), float("nan"), dtype=dtype)
+    bank = storage[:, 8 : 8 + size].view(slots, *shape)
+    bank.copy_(torch.randn(slots, *shape, generator=torch.Generator().manual_seed(slots)))
+    return bank
