@@ -1,0 +1,118 @@
+"""Feed-forward layers: one SwiGLU, or a mixture of experts with a shared one, for both families.
+
+Knows the names of their tensors; how tokens are grouped by expert is the ops' concern.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from millpond.nn.linear import Linear, TensorSource
+from millpond.ops.bind import Bound
+
+
+class Mlp:
+    """down(swiglu(gate x, up x)); with `limit` both factors are clamped first."""
+
+    def __init__(
+        self,
+        weights: TensorSource,
+        *,
+        hidden: int,
+        inner: int,
+        ops: Bound,
+        limit: float | None = None,
+    ) -> None:
+        parts = (("gate_proj.weight", inner), ("up_proj.weight", inner))
+        self.inputs = Linear(weights, parts, hidden, ops)
+        self.output = Linear(weights, (("down_proj.weight", hidden),), inner, ops)
+        self.limit = limit
+        self.ops = ops
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        gate, up = self.inputs(x).chunk(2, -1)
+        return self.output(self.ops.swiglu(gate, up, self.limit))
+
+
+class SigmoidMoe:
+    """Experts scored by a sigmoid and chosen with a bias, plus an ungated shared expert (GLM)."""
+
+    def __init__(
+        self,
+        weights: TensorSource,
+        *,
+        hidden: int,
+        inner: int,
+        shared_inner: int,
+        experts: int,
+        top_k: int,
+        scale: float,
+        renormalise: bool,
+        limit: float | None,
+        ops: Bound,
+    ) -> None:
+        self.gate = weights.take("gate.weight", (experts, hidden), dtype=torch.float32)
+        self.bias = weights.take("gate.e_score_correction_bias", (experts,), dtype=torch.float32)
+        self.gate_up, self.down = weights.take_experts(
+            "experts", experts=experts, hidden=hidden, inner=inner
+        )
+        self.shared = Mlp(
+            weights.under("shared_experts."),
+            hidden=hidden,
+            inner=shared_inner,
+            ops=ops,
+            limit=limit,
+        )
+        self.top_k = top_k
+        self.scale = scale
+        self.renormalise = renormalise
+        self.limit = limit
+        self.ops = ops
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        weights, experts = self.ops.moe_route_sigmoid(
+            x,
+            self.gate,
+            self.bias,
+            top_k=self.top_k,
+            scale=self.scale,
+            renormalise=self.renormalise,
+        )
+        routed = self.ops.grouped_experts(
+            x, weights, experts, self.gate_up, self.down, limit=self.limit
+        )
+        return routed + self.shared(x)
+
+
+class SoftmaxMoe:
+    """Experts chosen by a softmax over all of them, plus a gated shared expert (Qwen)."""
+
+    def __init__(
+        self,
+        weights: TensorSource,
+        *,
+        hidden: int,
+        inner: int,
+        shared_inner: int,
+        experts: int,
+        top_k: int,
+        ops: Bound,
+    ) -> None:
+        self.gate = weights.take("gate.weight", (experts, hidden))
+        self.gate_up, self.down = weights.take_experts(
+            "experts", experts=experts, hidden=hidden, inner=inner
+        )
+        self.shared = Mlp(
+            weights.under("shared_expert."), hidden=hidden, inner=shared_inner, ops=ops
+        )
+        self.shared_gate = Linear(weights, (("shared_expert_gate.weight", 1),), hidden, ops)
+        self.top_k = top_k
+        self.ops = ops
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """x [T, hidden] -> [T, hidden]."""
+        weights, experts = self.ops.moe_route_softmax(x, self.gate, top_k=self.top_k)
+        routed = self.ops.grouped_experts(x, weights, experts, self.gate_up, self.down)
+        return routed + self.ops.sigmoid_gate(self.shared(x), self.shared_gate(x))
