@@ -107,7 +107,19 @@ def test_neighbouring_positions_and_seeds_are_uncorrelated() -> None:
         assert noise.mean().item() == pytest.approx(0.5772, abs=0.03)
 
 
-def test_a_rows_token_does_not_depend_on_the_batch() -> None:
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_rows_token_does_not_depend_on_the_batch(
+    threads: int,
+) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        check_a_row_stands_alone()
+    finally:
+        torch.set_num_threads(before)
+
+
+def check_a_row_stands_alone() -> None:
     requests = [
         params(seed=11),
         params(seed=12, temperature=0.0),
@@ -115,7 +127,7 @@ def test_a_rows_token_does_not_depend_on_the_batch() -> None:
         params(seed=14, repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.3),
         params(seed=15, min_p=0.2, temperature=1.7),
         params(seed=16, logit_bias=((4, 3.0),), min_tokens=50),
-    ] * 11
+    ] * 4
     logits = random_logits(len(requests), vocab=40_000)
     state = state_of(*requests, vocab=40_000)
     seats, positions = list(range(len(requests))), [4 + s for s in range(len(requests))]
