@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import pkgutil
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -21,11 +21,11 @@ from millpond.errors import Refused
 from millpond.memory.arena import Arenas
 from millpond.memory.layout import ModelLayout
 from millpond.models.fields import Fields
+from millpond.models.progress import LoadBar
 from millpond.models.weights import (
     Checkpoint,
     Dummy,
     Shapes,
-    Source,
     Weights,
     has_weights,
     read_json,
@@ -169,28 +169,22 @@ def load(
     device: torch.device,
     load_format: str = "auto",
     seed: int = 0,
-    on_bytes: Callable[[int], None] | None = None,
 ) -> Model:
     """Build the model, its weights read from the directory or, for `dummy`, drawn from `seed`.
 
-    `on_bytes` is told the size of every tensor read. Raises `Refused`.
+    A long load shows a bar on stderr. Raises `Refused`.
     """
-    family, config = description.family, description.config
-    checkpoint = None
+    family, config, model_dir = description.family, description.config, description.model_dir
     if load_format == DUMMY:
-        source: Source = Dummy(
-            lambda name, shape, generator: family.draw(config, name, shape, generator), seed
-        )
-    else:
-        source = checkpoint = Checkpoint(description.model_dir)
-    weights = Weights(source, dtype=dtype, device=device, on_bytes=on_bytes)
-    model = family.build(config, weights, ops)
-    if checkpoint is not None:
-        left = unused(checkpoint, weights.taken, family.IGNORED)
-        if left:
-            log.warning(
-                "%d tensors of %s are not used: %s", len(left), description.model_dir, left[:4]
-            )
+        drawn = Dummy(lambda *what: family.draw(config, *what), seed)
+        return family.build(config, Weights(drawn, dtype=dtype, device=device), ops)
+    checkpoint = Checkpoint(model_dir)
+    with LoadBar(model_dir.name, checkpoint.num_bytes) as bar:
+        weights = Weights(checkpoint, dtype=dtype, device=device, on_bytes=bar)
+        model = family.build(config, weights, ops)
+    left = unused(checkpoint, weights.taken, family.IGNORED)
+    if left:
+        log.warning("%d tensors of %s are not used: %s", len(left), model_dir, left[:4])
     return model
 
 

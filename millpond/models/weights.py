@@ -72,6 +72,12 @@ class Checkpoint:
                 raise Refused(f"weights file {path} cannot be read: {cause}") from cause
         return self._files[file]
 
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all files together."""
+        paths = {self.model_dir / file for file in self._file_of.values()}
+        return sum(path.stat().st_size for path in paths if path.is_file())
+
     def names(self) -> Iterable[str]:
         """All tensors."""
         return self._file_of.keys()
