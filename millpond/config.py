@@ -118,7 +118,7 @@ class PytorchEngineConfig(_Strict):
     store_optional: bool = False
 
 
-_NOT_SERVED = {
+NOT_SERVED = {
     "dp": "data parallelism",
     "ep": "expert parallelism",
     "prefill_context_parallel_size": "prefill context parallelism",
@@ -161,7 +161,7 @@ class Resolved:
     num_pages: int
     num_seats: int
     prefix_caching: bool
-    checkpoint_mode: str
+    checkpoint_mode: Literal["interior", "split", "off"]
     prefill_save_alignment: int
     checkpoint_interval: int
     decode_checkpoint_interval: int
@@ -195,7 +195,8 @@ def parse_memory(value: str | int | float, available: int) -> int:
     share = number / 100 if unit == "%" else number
     if unit in ("", "%") and 0 < share <= 1 and (unit or "." in text or isinstance(value, float)):
         return int(available * share)
-    if unit not in _UNITS or not 1 <= number * _UNITS[unit] < 2**63:
+    fraction = unit == "" and not number.is_integer()
+    if unit not in _UNITS or fraction or not 1 <= number * _UNITS[unit] < 2**63:
         raise Refused(
             f"cache_memory {value!r} is neither a size such as 8GiB nor a share such as 0.5"
         )
@@ -204,7 +205,7 @@ def parse_memory(value: str | int | float, available: int) -> int:
 
 def check(config: PytorchEngineConfig, speculative: SpeculativeConfig | None = None) -> None:
     """Refuse what cannot be served whatever the model is; needs no file and no device."""
-    for name, what in _NOT_SERVED.items():
+    for name, what in NOT_SERVED.items():
         if getattr(config, name) != PytorchEngineConfig.model_fields[name].default:
             raise Refused(f"{name}={getattr(config, name)!r}: {what} is not supported")
     if config.tp > 1:
@@ -260,7 +261,9 @@ def resolve(
     """
     check(config, speculative)
     caching = config.enable_prefix_caching and config.checkpoint_mode != "off"
-    mode = (config.checkpoint_mode or "interior") if config.enable_prefix_caching else "off"
+    mode: Literal["interior", "split", "off"] = "off"
+    if config.enable_prefix_caching:
+        mode = config.checkpoint_mode or "interior"
     save = config.prefill_save_alignment
     sizes = _Sizes(config, facts, available, device, caching)
     prefill = max(PAGE, config.max_prefill_token_num // PAGE * PAGE)

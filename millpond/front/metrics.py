@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
@@ -27,6 +27,13 @@ class Metrics:
             ("route", "status"),
             registry=self.registry,
         )
+        self._startup = Gauge(
+            "millpond_startup_seconds", "Seconds to start", ("phase",), registry=self.registry
+        )
+
+    def startup(self, phase: str, seconds: float) -> None:
+        """A phase of the start took `seconds`."""
+        self._startup.labels(phase).set(seconds)
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"millpond_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)

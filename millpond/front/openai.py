@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -174,7 +174,7 @@ class _View:
 
     async def collect(self) -> None:
         """Take in every piece. Raises `StepFailed` when the engine ended one with an error."""
-        async with aclosing(self.flight.pieces()) as pieces:  # type: ignore[type-var]
+        async with aclosing(self.flight.pieces()) as pieces:
             async for prompt, piece in pieces:
                 if piece.error is not None or piece.finish_reason == "error":
                     raise self._failed(piece)
@@ -196,7 +196,7 @@ class _View:
         """Choices sent before any text."""
         return []
 
-    async def events(self) -> AsyncIterator[bytes]:
+    async def events(self) -> AsyncGenerator[bytes]:
         """The stream: chunks, then usage where wanted, then the end mark."""
         options = self.body.stream_options
 
@@ -209,7 +209,7 @@ class _View:
 
         for choice in self.opening():
             yield chunk([choice], options.continuous_usage_stats)
-        async with aclosing(self.flight.pieces()) as pieces:  # type: ignore[type-var]
+        async with aclosing(self.flight.pieces()) as pieces:
             async for prompt, piece in pieces:
                 if piece.error is not None or piece.finish_reason == "error":
                     yield event(replies.error_of(self._failed(piece)))

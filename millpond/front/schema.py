@@ -143,6 +143,10 @@ class Generate(Request):
         for name, what in _REFUSED.items():
             if (self.model_extra or {}).get(name) not in (None, False):
                 raise Rejected(f"{name} is not supported: {what}", param=name, code="unsupported")
+        try:
+            self.cache_salt.encode()
+        except UnicodeEncodeError as error:
+            raise Rejected("cache_salt is not valid Unicode", param="cache_salt") from error
         if self.best_of is not None and self.best_of != 1:
             raise Rejected("best_of must be 1", param="best_of", code="unsupported")
         kind = (self.response_format or {}).get("type", "text")

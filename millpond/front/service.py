@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -168,7 +168,7 @@ class Flight:
             if ended < answer.ask.params.n:
                 stream.abort()
 
-    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+    async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
         """(index of the prompt, piece) as they come; to be closed when left early."""
         queue: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue()
         tasks = [asyncio.create_task(self._pump(i, queue)) for i in range(len(self._streams))]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine
 from contextlib import suppress
 from typing import Any
 
@@ -66,7 +66,7 @@ class EventStream(Response):
     media_type = "text/event-stream"
 
     def __init__(
-        self, events: AsyncIterator[bytes], flight: Flight, headers: dict[str, str] | None = None
+        self, events: AsyncGenerator[bytes], flight: Flight, headers: dict[str, str] | None = None
     ) -> None:
         self._events, self._flight = events, flight
         self.status_code = 200
@@ -94,5 +94,5 @@ class EventStream(Response):
             async for chunk in self._events:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
         finally:
-            await self._events.aclose()  # type: ignore[attr-defined]
+            await self._events.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

@@ -112,3 +112,12 @@ def serve(tokenizer: Tokenizer) -> Iterator[Callable[..., Running]]:
     for running in started:
         wait_for(lambda r=running: held(r.service) == 0)
         running.close()
+
+
+@pytest.fixture(scope="module")
+def shared(tokenizer: Tokenizer) -> Iterator[Running]:
+    """One server for the tests that must submit nothing."""
+    running = Running(make_service(tokenizer, "x"))
+    yield running
+    assert held(running.service) == 0
+    running.close()

@@ -1,0 +1,63 @@
+"""The `millpond` command. Reads flags first; what needs torch is imported when they are right."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import millpond
+from millpond.errors import MillpondError, Refused
+from millpond.front.flags import ChatFlags, DoctorFlags, ServeFlags, parse
+
+USAGE = """\
+usage: millpond COMMAND [FLAGS]
+
+  serve [MODEL]    serve a model over HTTP, OpenAI-compatible
+  chat [PROMPT]    answer one question, or talk
+  doctor           what this machine can do, and what a model would take
+
+MODEL is a directory in the Hugging Face layout, or the name of a bundled model.
+`millpond COMMAND --help` lists the flags, `millpond --version` prints the version."""
+
+COMMANDS: dict[str, tuple[type[Any], str]] = {
+    "serve": (ServeFlags, "serve"),
+    "chat": (ChatFlags, "chat"),
+    "doctor": (DoctorFlags, "doctor"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command. Returns its exit status: 2 for bad flags, 1 for what cannot be served."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    if argv[:1] == ["--version"]:
+        print(f"millpond {millpond.__version__}")
+        return 0
+    if not argv or argv[0] in ("-h", "--help", "help"):
+        print(USAGE)
+        return 0 if argv else 2
+    name = argv[0]
+    if name not in COMMANDS:
+        print(f"millpond: unknown command {name!r}, use {', '.join(COMMANDS)}", file=sys.stderr)
+        return 2
+    flags_type, function = COMMANDS[name]
+    try:
+        flags, notes = parse(flags_type, name, argv[1:])
+    except Refused as error:
+        print(f"millpond {name}: {error}", file=sys.stderr)
+        return 2
+    for note in notes:
+        print(f"note: {note}", file=sys.stderr)
+    run: Callable[[Any], int] = getattr(import_module("millpond.front.commands"), function)
+    try:
+        return run(flags)
+    except MillpondError as error:
+        print(f"millpond {name}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

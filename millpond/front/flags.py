@@ -1,0 +1,267 @@
+"""Command line flags and the configuration file: `config.py` under other spellings."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import tomllib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, create_model
+from pydantic.fields import FieldInfo
+from pydantic_settings import (
+    BaseSettings,
+    CliPositionalArg,
+    CliSuppress,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    SettingsError,
+)
+
+from millpond.config import NOT_SERVED, PytorchEngineConfig, SpeculativeConfig, explain
+from millpond.errors import Refused
+from millpond.telemetry import LEVELS
+
+HELP = {
+    "backend": "only pytorch",
+    "device": "where the model runs",
+    "dtype": "auto: float32 on the CPU, bfloat16 on a GPU",
+    "tp": "tensor parallel ranks; only 1 so far",
+    "distributed_executor_backend": "only uni so far",
+    "language_model_only": "leave vision towers out; always so",
+    "load_format": "dummy draws random weights",
+    "max_batch_size": "requests that run at once",
+    "session_len": "tokens of a prompt and its answer together",
+    "max_prefill_token_num": "prompt tokens of one forward",
+    "cache_memory": "one budget for slots and pages: 8GiB, or a share such as 0.5",
+    "num_state_slots": "state slots; derived when absent",
+    "num_kv_pages": "pages of 64 tokens; derived when absent",
+    "num_gpu_blocks": "another name of --num-kv-pages",
+    "block_size": "tokens per page; only 64",
+    "enable_prefix_caching": "reuse states and pages of shared prefixes",
+    "prefix_cache_state_budget": "slots kept for checkpoints; derived when absent",
+    "prefill_save_alignment": "tokens; checkpoints of prompts lie on its multiples",
+    "checkpoint_mode": "interior (default), split or off",
+    "checkpoint_interval": "tokens between checkpoints along a long prompt",
+    "decode_checkpoint_interval": "tokens between checkpoints of an answer",
+    "kda_prefill_backend": "kernels of the chunked recurrence",
+    "debug_audit": "check every invariant after every step",
+    "debug_poison": "fill what is freed with NaN",
+    "config": "a TOML or JSON file with the same names; flags win",
+    "model": "a directory, or the name of a bundled model",
+    "model_name": "the name clients use; default: the model's own",
+    "server_name": "address to listen on",
+    "server_port": "port to listen on",
+    "log_level": "DEBUG, INFO, WARNING or ERROR",
+    "drain_seconds": "how long running requests may go on after a signal to end",
+    "speculative_algorithm": "deepseek_mtp: the model's own draft layer",
+    "speculative_num_draft_tokens": "drafts a step; only 0 so far",
+    "prompt": "a question; without one, a conversation starts",
+    "max_new_tokens": "longest answer, in tokens",
+    "temperature": "0 is greedy; default: greedy",
+    "seed": "makes sampled text reproducible",
+    "system": "a system message",
+    "show_reasoning": "print the think block too",
+}
+
+# What LMDeploy, vLLM and SGLang call the commonest flags.
+ALIASES = {
+    "--cache-block-seq-len": "--block-size",
+    "--tensor-parallel-size": "--tp",
+    "-tp": "--tp",
+    "--tp-size": "--tp",
+    "--max-model-len": "--session-len",
+    "--context-length": "--session-len",
+    "--max-num-seqs": "--max-batch-size",
+    "--max-running-requests": "--max-batch-size",
+    "--max-num-batched-tokens": "--max-prefill-token-num",
+    "--chunked-prefill-size": "--max-prefill-token-num",
+    "--num-gpu-blocks-override": "--num-gpu-blocks",
+    "--kv-cache-memory-bytes": "--cache-memory",
+    "--gpu-memory-utilization": "--cache-memory",
+    "--mem-fraction-static": "--cache-memory",
+    "--cache-max-entry-count": "--cache-memory",
+    "--max-mamba-cache-size": "--num-state-slots",
+    "--disable-radix-cache": "--no-enable-prefix-caching",
+    "--served-model-name": "--model-name",
+    "--host": "--server-name",
+    "--port": "--server-port",
+    "--model-path": "--model",
+}
+QUIET = {"--cache-block-seq-len"}  # LMDeploy's own spelling: nothing to tell
+
+
+class _Flags(BaseSettings):
+    """Flags first, then the configuration file; the environment is not read."""
+
+    model_config = SettingsConfigDict(
+        cli_implicit_flags=True,
+        cli_kebab_case=True,
+        cli_exit_on_error=False,
+        cli_hide_none_type=True,
+        cli_avoid_json=True,
+        extra="forbid",
+        allow_inf_nan=False,
+    )
+    config: Annotated[str | None, Field(description=HELP["config"])] = None
+    log_level: Annotated[str, Field(description=HELP["log_level"])] = "WARNING"
+    speculative_algorithm: Annotated[
+        Literal["deepseek_mtp"] | None, Field(description=HELP["speculative_algorithm"])
+    ] = None
+    speculative_num_draft_tokens: Annotated[
+        int | None, Field(ge=0, description=HELP["speculative_num_draft_tokens"])
+    ] = None
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Only what is handed in; the command line is put before it."""
+        return (init_settings,)
+
+    def engine(self) -> PytorchEngineConfig:
+        """The engine's part; what was not said stays unsaid."""
+        names = PytorchEngineConfig.model_fields.keys() & self.model_fields_set
+        return PytorchEngineConfig(**{n: getattr(self, n) for n in names})
+
+    def speculative(self) -> SpeculativeConfig | None:
+        """The drafts asked for, or None."""
+        drafts = self.speculative_num_draft_tokens
+        if self.speculative_algorithm is None and not drafts:
+            return None
+        return SpeculativeConfig(
+            method=self.speculative_algorithm or "deepseek_mtp",
+            num_speculative_tokens=1 if drafts is None else drafts,
+        )
+
+
+def _engine_fields() -> dict[str, Any]:
+    """The fields of the engine's configuration, ready to be read from text."""
+    found: dict[str, Any] = {}
+    for name, field in PytorchEngineConfig.model_fields.items():
+        info = FieldInfo.merge_field_infos(field, description=HELP.get(name))
+        kind: Any = field.annotation
+        found[name] = (Annotated[kind, CliSuppress] if name in NOT_SERVED else kind, info)
+    return found
+
+
+_Engine: type[_Flags] = create_model("_Engine", __base__=_Flags, **_engine_fields())
+
+
+def _help(name: str) -> Any:
+    return Field(description=HELP[name])
+
+
+class ServeFlags(_Engine):  # type: ignore[valid-type,misc]
+    """Serve a model over HTTP, OpenAI-compatible."""
+
+    model: Annotated[CliPositionalArg[str | None], _help("model")] = None
+    model_name: Annotated[str | None, _help("model_name")] = None
+    server_name: Annotated[str, _help("server_name")] = "127.0.0.1"
+    server_port: Annotated[int, Field(ge=0, le=65535, description=HELP["server_port"])] = 23333
+    drain_seconds: Annotated[float, Field(gt=0, description=HELP["drain_seconds"])] = 30.0
+    log_level: Annotated[str, _help("log_level")] = "INFO"
+
+
+class ChatFlags(_Engine):  # type: ignore[valid-type,misc]
+    """Talk to a model in the terminal."""
+
+    prompt: Annotated[CliPositionalArg[str | None], _help("prompt")] = None
+    model: Annotated[str | None, _help("model")] = None
+    system: Annotated[str | None, _help("system")] = None
+    max_new_tokens: Annotated[int, Field(ge=1, description=HELP["max_new_tokens"])] = 512
+    temperature: Annotated[float | None, Field(ge=0, description=HELP["temperature"])] = None
+    seed: Annotated[int | None, Field(ge=0, description=HELP["seed"])] = None
+    show_reasoning: Annotated[bool, _help("show_reasoning")] = False
+
+
+class DoctorFlags(_Engine):  # type: ignore[valid-type,misc]
+    """Say what this machine can do, and what a model would take on it."""
+
+    model: Annotated[str | None, _help("model")] = None
+
+
+def parse(flags: type[_Flags], command: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
+    """(flags, notes about spellings). Raises `Refused` with one line for a bad one."""
+    positional = "model" if flags is ServeFlags else None
+    argv, notes = _spell(argv, positional)
+    known = _spellings(flags)
+    for word in argv:
+        name = word.split("=", 1)[0]
+        if name == "--":
+            break
+        if name.startswith("-") and not _is_number(name) and name not in known:
+            near = difflib.get_close_matches(name, [*known, *ALIASES], 1)
+            raise Refused(f"unknown flag {name}" + (f", did you mean {near[0]}?" if near else ""))
+    try:
+        options = {"_cli_prog_name": f"millpond {command}", "_cli_parse_args": list(argv)}
+        made = flags(**options, **_read_file(argv))
+    except ValidationError as error:
+        raise Refused(explain(error)) from error
+    except SettingsError as error:
+        raise Refused(" ".join(str(error).split()).removeprefix("error parsing CLI: ")) from error
+    if made.log_level.upper() not in LEVELS:
+        raise Refused(f"log_level: {made.log_level!r} is none of {', '.join(LEVELS)}")
+    return made, notes
+
+
+def _spell(argv: Sequence[str], positional: str | None) -> tuple[list[str], list[str]]:
+    """Other engines' spellings to ours, and a note for each."""
+    found, notes = [], []
+    words = iter(argv)
+    for word in words:
+        name, equals, value = word.partition("=")
+        ours = ALIASES.get(name, name)
+        if ours != name and name not in QUIET:
+            notes.append(f"{name} read as {ours}")
+        if positional is not None and ours == f"--{positional}":
+            found.append(value if equals else next(words, ""))
+        else:
+            found.append(ours + equals + value)
+    return found, notes
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+def _spellings(flags: type[_Flags]) -> set[str]:
+    """Every flag of a command."""
+    found = {"-h", "--help"}
+    for name, field in flags.model_fields.items():
+        kebab = "--" + name.replace("_", "-")
+        found.add(kebab)
+        if field.annotation is bool:
+            found.add("--no-" + kebab[2:])
+    return found
+
+
+def _read_file(argv: Sequence[str]) -> dict[str, Any]:
+    """The values of the file named by `--config`, if one is."""
+    path = None
+    for i, word in enumerate(argv):
+        if word.startswith("--config="):
+            path = word.partition("=")[2]
+        elif word == "--config" and i + 1 < len(argv):
+            path = argv[i + 1]
+    if path is None:
+        return {}
+    try:
+        text = Path(path).read_text("utf-8")
+        found = json.loads(text) if path.endswith(".json") else tomllib.loads(text)
+    except (OSError, ValueError) as error:
+        raise Refused(f"cannot read the configuration file {path}: {error}") from error
+    if not isinstance(found, dict):
+        raise Refused(f"the configuration file {path} is not a table of names and values")
+    return {str(k).replace("-", "_"): v for k, v in found.items()}

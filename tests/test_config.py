@@ -1,0 +1,249 @@
+"""Configuration: strict types, derived numbers, and what is refused with which numbers."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from millpond.config import (
+    GIB,
+    MIB,
+    PAGE,
+    GenerationConfig,
+    ModelFacts,
+    PytorchEngineConfig,
+    Resolved,
+    SpeculativeConfig,
+    check,
+    fitting,
+    parse_memory,
+    resolve,
+)
+from millpond.errors import Refused
+
+TINY = ModelFacts("tiny", 110_000, 9_000, 5_000, 6 * MIB, 8192)
+FLASH = ModelFacts("flash", 147_619_840, 744_128, 40_000, 260 * GIB, 1_048_576)
+
+
+def derive(facts: ModelFacts = TINY, *, available: int = 4 * GIB, **given_: object) -> Resolved:
+    return resolve(PytorchEngineConfig(**given_), facts, available=available)  # type: ignore[arg-type]
+
+
+def test_the_first_acceptance_configuration_means_what_it_says():
+    r = derive(
+        tp=1,
+        distributed_executor_backend="uni",
+        dtype="bfloat16",
+        language_model_only=True,
+        max_batch_size=8,
+        session_len=8192,
+        num_gpu_blocks=2048,
+        max_prefill_token_num=2048,
+        enable_prefix_caching=True,
+        prefix_cache_state_budget=8,
+        prefill_save_alignment=512,
+        block_size=64,
+    )
+    assert (r.max_batch_size, r.num_seats, r.session_len, r.num_pages) == (8, 8, 8192, 2048)
+    assert (r.checkpoint_budget, r.num_slots) == (8, 17)  # one each, and the spare
+    assert (r.dtype, r.checkpoint_mode, r.prefill_save_alignment) == ("bfloat16", "interior", 512)
+    assert r.notes == ()
+
+
+def test_nobody_has_to_set_a_count():
+    r = derive()
+    assert r.num_slots == r.max_batch_size + 1 + r.checkpoint_budget
+    assert r.num_pages * PAGE >= r.session_len
+    assert r.cache_bytes <= r.cache_budget
+    assert fitting(r, [64, r.session_len])[r.session_len] >= 1
+
+
+@given(
+    facts=st.builds(
+        ModelFacts,
+        name=st.just("m"),
+        slot_bytes=st.integers(1_000, 200 * MIB),
+        page_bytes=st.integers(100, MIB),
+        seat_bytes=st.integers(0, 100_000),
+        weight_bytes=st.just(0),
+        max_position=st.integers(64, 1 << 20),
+    ),
+    available=st.integers(MIB, 64 * GIB),
+    device=st.sampled_from(["cpu", "cuda"]),
+    caching=st.booleans(),
+)
+def test_defaults_fit_the_budget_or_are_refused(facts, available, device, caching):
+    config = PytorchEngineConfig(enable_prefix_caching=caching)
+    try:
+        r = resolve(config, facts, available=available, device=device)
+    except Refused:
+        least = 2 * facts.slot_bytes + facts.seat_bytes + facts.page_bytes
+        assert (
+            least + facts.slot_bytes * caching > available * (0.9 if device == "cuda" else 0.5) - 1
+        )
+        return
+    assert r.cache_bytes <= r.cache_budget
+    assert r.num_slots >= r.max_batch_size + 1
+    assert r.num_pages * PAGE >= r.session_len
+    assert r.max_batch_size >= 1
+    assert (r.checkpoint_budget > 0) == caching
+
+
+def test_a_default_that_does_not_fit_is_clamped_and_noted():
+    r = derive(FLASH, available=8 * GIB)
+    assert r.max_batch_size < 32
+    assert r.session_len < FLASH.max_position or r.checkpoint_budget < 128
+    assert any("->" in n for n in r.notes)
+
+
+@pytest.mark.parametrize(
+    "given_, fits",
+    [
+        (dict(num_state_slots=8, max_batch_size=8), "a batch of 7 fits"),
+        (dict(num_kv_pages=10**6), r"\d+ fit beside"),
+        (dict(session_len=9000), "8192"),
+        (dict(session_len=8192, num_kv_pages=100), "at most 6400 tokens"),
+        (dict(max_batch_size=100_000), r"\d+ slots fit"),
+        (dict(cache_memory="1MiB", max_batch_size=32), r"\d+ slots fit"),
+        (dict(num_state_slots=1), "at least 2"),
+    ],
+)
+def test_an_explicit_value_that_does_not_fit_is_refused_with_what_would(given_, fits):
+    with pytest.raises(Refused, match=fits):
+        derive(**given_)
+
+
+@pytest.mark.parametrize(
+    "given_, words",
+    [
+        (dict(prefill_save_alignment=0), ["0", "64"]),
+        (dict(prefill_save_alignment=-64), ["-64", "64"]),
+        (dict(prefill_save_alignment=100), ["100", "64"]),
+        (dict(checkpoint_interval=700), ["700", "64"]),
+        (dict(block_size=32), ["32", "64"]),
+        (dict(checkpoint_mode="interior", enable_prefix_caching=False), ["interior", "caching"]),
+        (dict(checkpoint_mode="split", enable_prefix_caching=False), ["split", "caching"]),
+        (dict(tp=2), ["tp=2"]),
+        (dict(distributed_executor_backend="mp"), ["mp"]),
+        (dict(distributed_executor_backend="ray"), ["ray"]),
+        (dict(language_model_only=False), ["vision"]),
+        (dict(dp=2), ["data parallelism"]),
+        (dict(ep=2), ["expert parallelism"]),
+        (dict(prefill_context_parallel_size=2), ["prefill context parallelism"]),
+        (dict(decode_context_parallel_size=2), ["decode context parallelism"]),
+        (dict(role="prefill"), ["disaggregation"]),
+        (dict(quant_policy=8), ["quantised KV"]),
+        (dict(num_cpu_blocks=1), ["paging"]),
+        (dict(adapters={"a": "b"}), ["adapters"]),
+        (dict(enable_return_routed_experts=True), ["routed-expert"]),
+        (dict(kv_transfer_config={"kv_connector": "x"}), ["store"]),
+        (dict(num_kv_pages=3, num_gpu_blocks=4), ["3", "4"]),
+        (dict(cache_memory="lots"), ["lots"]),
+    ],
+)
+def test_what_cannot_be_served_is_refused_by_name(given_, words):
+    with pytest.raises(Refused) as caught:
+        check(PytorchEngineConfig(**given_))
+    assert all(w in str(caught.value) for w in words)
+
+
+def test_drafts_are_refused_until_they_exist_and_none_is_fine():
+    check(PytorchEngineConfig(), SpeculativeConfig(num_speculative_tokens=0))
+    with pytest.raises(Refused, match=r"num_speculative_tokens=3.*drafting"):
+        check(PytorchEngineConfig(), SpeculativeConfig(num_speculative_tokens=3))
+
+
+def test_no_caching_means_no_checkpoints_and_no_complaint():
+    r = derive(enable_prefix_caching=False)
+    assert (r.checkpoint_mode, r.checkpoint_budget, r.prefix_caching) == ("off", 0, False)
+
+
+def test_an_explicit_number_of_slots_is_kept_and_shared_out():
+    r = derive(num_state_slots=12, max_batch_size=4)
+    assert (r.num_slots, r.max_batch_size, r.checkpoint_budget) == (12, 4, 7)
+
+
+def test_an_inert_prefix_cache_is_announced():
+    r = derive(prefill_save_alignment=8192, session_len=4096)
+    assert any("never hit" in n for n in r.notes)
+
+
+def test_a_prefill_limit_off_the_grid_is_rounded_and_noted():
+    assert derive(max_prefill_token_num=100).max_prefill_tokens == 64
+    assert derive(max_prefill_token_num=1).max_prefill_tokens == 64  # never none, it would stall
+    assert any("100 -> 64" in n for n in derive(max_prefill_token_num=100).notes)
+
+
+@pytest.mark.parametrize(
+    "text, expected",
+    [
+        ("8GiB", 8 * GIB),
+        ("8 GB", 8 * 10**9),
+        ("512m", 512 * MIB),
+        (123_456_789, 123_456_789),
+        ("0.5", GIB // 2),
+        (0.25, GIB // 4),
+        (1.0, GIB),
+        ("50%", GIB // 2),
+    ],
+)
+def test_memory_is_a_size_or_a_share(text, expected):
+    assert parse_memory(text, GIB) == expected
+
+
+@pytest.mark.parametrize(
+    "text", ["", "x", "-1", "0", "GiB", "nan", "inf", "1.5", "0.0", "200%", "1e400"]
+)
+def test_memory_that_is_neither_is_refused(text):
+    with pytest.raises(Refused):
+        parse_memory(text, GIB)
+
+
+@pytest.mark.parametrize(
+    "given_",
+    [
+        dict(temperature=float("nan")),
+        dict(temperature=float("inf")),
+        dict(temperature=-0.1),
+        dict(top_p=0.0),
+        dict(top_p=1.5),
+        dict(top_k=-2),
+        dict(min_p=-0.1),
+        dict(max_new_tokens=-1),
+        dict(max_new_tokens=0),
+        dict(max_new_tokens=True),
+        dict(max_new_tokens="8"),
+        dict(repetition_penalty=0.0),
+        dict(presence_penalty=3.0),
+        dict(logprobs=21),
+        dict(n=0),
+        dict(random_seed=-1),
+        dict(stop_words="END"),
+        dict(stop_words=[3]),
+        dict(max_tokens=8),
+        dict(logit_bias={1: float("nan")}),
+    ],
+)
+def test_generation_config_refuses_wrong_values_and_names(given_):
+    with pytest.raises(ValidationError):
+        GenerationConfig(**given_)
+
+
+def test_configurations_are_frozen():
+    config = GenerationConfig(stop_words=["a"], stop_token_ids=[1])
+    assert config.stop_words == ("a",)
+    with pytest.raises(ValidationError):
+        config.top_k = 3  # type: ignore[misc]
+
+
+def test_importing_the_package_imports_neither_torch_nor_the_server():
+    code = (
+        "import sys, millpond; millpond.GenerationConfig; millpond.Refused; dir(millpond);"
+        "sys.exit(any(m in sys.modules for m in ('torch', 'fastapi', 'jinja2')))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
