@@ -186,7 +186,7 @@ class World(RuleBasedStateMachine):
                     continue
                 slot = None if request is None else request.state.slot
                 own = None if slot is None else self.index.checkpoint_at(slot)
-                if own is None or len(self.pool.holders(own.lease.slot)) > 2:
+                if own is None:
                     return None
                 self.index.drop(own)
 
@@ -274,14 +274,16 @@ class World(RuleBasedStateMachine):
     def commit(self, pick: int, unwritten: set[int]) -> None:
         self.commit_step(self.pick(self.stepping, pick), unwritten)
 
-    @rule(tokens=token_lists, number=picks, export=st.booleans(), stay=st.booleans())
-    def serve(self, tokens: Tokens, number: int, export: bool, stay: bool) -> None:
+    @rule(
+        tokens=token_lists, number=picks, unwritten=st.sets(st.integers(0, 3)), stay=st.booleans()
+    )
+    def serve(self, tokens: Tokens, number: int, unwritten: set[int], stay: bool) -> None:
         """Admit, fold up to the last anchor in one step, and publish the state there."""
         self.admit(tokens, number)
         request = self.requests[-1]
         cut = (len(tokens) - 1) // PAGE * PAGE - len(request.tokens)
-        if cut and self.plan_step(request, (), cut, export=export):
-            self.commit_step(request, set())
+        if cut and self.plan_step(request, (), cut, export=True):
+            self.commit_step(request, unwritten)
             self.publish_state(request, AnchorKind.PROMPT_END)
         if not stay:
             request.aborted = True
@@ -365,9 +367,14 @@ class World(RuleBasedStateMachine):
         self.settle(request)
 
     @precondition(some("on_the_grid"))
-    @rule(pick=picks, kind=st.sampled_from(AnchorKind))
-    def publish(self, pick: int, kind: AnchorKind) -> None:
-        self.publish_state(self.pick(self.on_the_grid, pick), kind)
+    @rule(pick=picks, kind=st.sampled_from(AnchorKind), offer=st.booleans())
+    def publish(self, pick: int, kind: AnchorKind, offer: bool) -> None:
+        request = self.pick(self.on_the_grid, pick)
+        self.publish_state(request, kind)
+        slot = request.state.slot
+        checkpoint = None if slot is None else self.index.checkpoint_at(slot)
+        if offer and checkpoint is not None:
+            self.put(checkpoint)
 
     def publish_state(self, request: Request, kind: AnchorKind) -> None:
         try:
@@ -489,7 +496,9 @@ class World(RuleBasedStateMachine):
     @precondition(some("checkpoints"))
     @rule(pick=picks)
     def start_put(self, pick: int) -> None:
-        checkpoint = self.pick(self.checkpoints, pick)
+        self.put(self.pick(self.checkpoints, pick))
+
+    def put(self, checkpoint: Checkpoint) -> None:
         pages, salt, tokens = self.promise(checkpoint)
         self.pages.retain(pages)
         lease = self.pool.pin(checkpoint.lease, self.name("put"))
@@ -545,7 +554,15 @@ class World(RuleBasedStateMachine):
     def release_a_stale_page(self, pick: int) -> None:
         self.must_be_refused(lambda: self.pages.release([self.pick(self.stale, pick)]))
 
-    def must_be_refused(self, attempt: Callable[[], None]) -> None:
+    @precondition(some("stepping"))
+    @rule(pick=picks)
+    def give_away_a_state_that_is_being_written(self, pick: int) -> None:
+        state = self.pick(self.stepping, pick).state
+        self.must_be_refused(lambda: state.publish(self.pool))
+        self.must_be_refused(lambda: state.fan_out(self.pool, 2))
+        self.must_be_refused(lambda: state.close(self.pool))
+
+    def must_be_refused(self, attempt: Callable[[], object]) -> None:
         try:
             attempt()
         except LeaseError:
@@ -572,7 +589,7 @@ class World(RuleBasedStateMachine):
         audit.run(self.house())
 
     def house(self, *, asleep: bool = False) -> audit.House:
-        transfers = [*self.puts, *self.gets]
+        transfers: list[Put | Get] = [*self.puts, *self.gets]
         held = [request.held for request in self.requests if request.held is not None]
         return audit.House(
             pool=self.pool,
@@ -594,7 +611,8 @@ class World(RuleBasedStateMachine):
                 request.state.cancel(self.pool)
             self.drop_all(request)
             self.requests.remove(request)
-        for transfer in [*self.puts, *self.gets]:
+        transfers: list[Put | Get] = [*self.puts, *self.gets]
+        for transfer in transfers:
             self.pool.release(transfer.lease)
             self.pages.release(transfer.pages)
         self.puts, self.gets = [], []
