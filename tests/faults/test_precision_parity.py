@@ -9,6 +9,7 @@ import torch
 
 from millpond.ops.reference.delta import delta_decode, delta_prefill
 from tests.faults.delta_rule import HEADS, K, V, layer, packed
+from tests.faults.house import House, prompt
 
 BY = pytest.mark.parametrize("by_channel", [False, True], ids=["by head", "by channel"])
 
@@ -59,3 +60,17 @@ def test_a_prompt_cut_on_the_grid_leaves_the_same_bytes_as_one_forward(by_channe
 
     assert torch.equal(split, interior)
     assert torch.equal(torch.cat(cut), whole)
+
+
+@pytest.mark.parametrize("budget", [64, 100, 256, 700])
+def test_cold_and_resumed_prompts_are_cut_on_the_same_grid(budget):
+    """Every row of a prompt starts on the grid; only its last one may end off it."""
+    house = House(budget=budget, slots=20)
+    tokens = prompt(900)
+    for ask in (house.served(tokens), house.served(tokens), house.served(tokens[:500])):
+        assert ask.is_right
+        rows = [row for row in house.executor.rows(ask.name) if row.start < len(ask.spec.tokens)]
+        assert [row.start % 64 for row in rows] == [0] * len(rows)
+        assert [row.end % 64 for row in rows[:-1]] == [0] * (len(rows) - 1)
+        assert rows[0].start == ask.cached
+        assert rows[-1].end == len(ask.spec.tokens)
