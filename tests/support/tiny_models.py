@@ -171,14 +171,83 @@ def _alternate(p: torch.Tensor, even: float, odd: float) -> torch.Tensor:
     return rows.view(-1, *[1] * (p.ndim - 1)).expand_as(p)
 
 
-def save(model: Any, model_dir: Path, *, extra: dict[str, torch.Tensor] | None = None) -> Path:
-    """`save_pretrained`, plus tensors of a draft layer under their published names."""
+def build(kind: str, model_dir: Path) -> tuple[Any, torch.nn.ModuleDict, Path]:
+    """A model, the modules of its draft layer, and both in a directory under published names.
+
+    Kinds: glm, glm_tied, qwen_dense, qwen_moe. Experts of the body are stored one by one, as
+    `save_pretrained` writes them, those of the draft layer fused.
+    """
+    tied = {"tie_word_embeddings": True} if kind == "glm_tied" else {}
+    model = glm_model(**tied) if kind.startswith("glm") else qwen_model(kind.removeprefix("qwen_"))
+    draft = _glm_draft(model) if kind.startswith("glm") else _qwen_draft(model)
+    redrawn(draft, seed=2)
     model.save_pretrained(model_dir)
-    if extra:
-        file = model_dir / "model.safetensors"
-        save_file({**load_file(file), **extra}, file, metadata={"format": "pt"})
-        edit_config(model_dir, num_nextn_predict_layers=1, mtp_num_hidden_layers=1)
-    return model_dir
+    file = model_dir / "model.safetensors"
+    stored = load_file(file) | _published_draft(kind, draft, model)
+    save_file(stored, file, metadata={"format": "pt"})
+    edit_config(model_dir, num_nextn_predict_layers=1, mtp_num_hidden_layers=1)
+    return model, draft.float().eval(), model_dir
+
+
+def _glm_draft(model: Any) -> torch.nn.ModuleDict:
+    """The draft layer by hand: one sparse attention and one mixture, with plain residuals."""
+    from transformers.models.glm5_next import modeling_glm5_next as glm
+
+    text = model.config.text_config
+    one = type(text)(
+        **{
+            **GLM_TEXT,
+            "num_hidden_layers": 1,
+            "layer_types": ["indexed_attention"],
+            "mlp_layer_types": ["sparse"],
+        }
+    )
+    one._attn_implementation = "sdpa"
+    hidden, eps = text.hidden_size, text.rms_norm_eps
+    norms = {
+        name: glm.Glm5NextTextRMSNorm(hidden, eps)
+        for name in ("enorm", "hnorm", "input_layernorm", "post_attention_layernorm", "norm")
+    }
+    return torch.nn.ModuleDict(
+        {
+            "eh_proj": torch.nn.Linear(2 * hidden, hidden, bias=False),
+            "self_attn": glm.Glm5NextTextAttention(one, 0),
+            "mlp": glm.Glm5NextTextMoE(one),
+            **norms,
+        }
+    )
+
+
+def _qwen_draft(model: Any) -> torch.nn.ModuleDict:
+    """The draft layer by hand: a text model of one attending layer, whose norm is the draft's."""
+    text = model.config.get_text_config()
+    values = text.to_dict() | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
+    kind = type(model.get_decoder())
+    norm = type(model.get_decoder().norm)
+    hidden, eps = text.hidden_size, text.rms_norm_eps
+    return torch.nn.ModuleDict(
+        {
+            "fc": torch.nn.Linear(2 * hidden, hidden, bias=False),
+            "pre_fc_norm_embedding": norm(hidden, eps),
+            "pre_fc_norm_hidden": norm(hidden, eps),
+            "decoder": kind(type(text)(**values)),
+        }
+    )
+
+
+def _published_draft(kind: str, draft: torch.nn.ModuleDict, model: Any) -> dict[str, torch.Tensor]:
+    """The draft layer's tensors under their published names."""
+    found = {}
+    if kind.startswith("glm"):
+        layers = model.config.text_config.num_hidden_layers
+        for name, value in draft.state_dict().items():
+            name = "shared_head.norm.weight" if name == "norm.weight" else name
+            found[f"model.language_model.layers.{layers}.{name}"] = value
+        return found
+    for name, value in draft.state_dict().items():
+        if not name.startswith("decoder.embed_tokens"):
+            found[f"mtp.{name.removeprefix('decoder.')}"] = value
+    return found
 
 
 def edit_config(model_dir: Path, **fields: Any) -> None:
