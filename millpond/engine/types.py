@@ -41,9 +41,9 @@ class TokenOut(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """What one sample of a request gained since its last delta.
 
-    `finish_reason` is None while it runs, then one of stop, length, abort, error. `stop_token` is the
-    stop or end-of-sequence token that ended it (it is also the last of `tokens`); `error` says what
-    went wrong. `outcome` and `prompt_logprobs` come with the first delta of a request.
+    `finish_reason` is None while it runs, then one of stop, length, abort, error. `stop_token` is
+    the stop or end-of-sequence token that ended it (it is also the last of `tokens`); `error` says
+    what went wrong. `outcome` and `prompt_logprobs` come with the first delta of a request.
     """
 
     request_id: str

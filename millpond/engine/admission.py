@@ -1,0 +1,146 @@
+"""Admission: a sequence gets all it needs until its next yield point, or nothing changes.
+
+Knows the ledger and one sequence; the order in which sequences come is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from contextlib import ExitStack
+from typing import NamedTuple
+
+from millpond.engine.ledger import Ledger, pages_for
+from millpond.engine.request import Sequence
+from millpond.engine.types import PrefixOutcome
+from millpond.plan.step import PAGE_SIZE
+from millpond.state.lease import SlotId
+from millpond.state.prefix import PrefixMatch
+
+NO_MATCH = PrefixMatch(0, None, (), 0, "disabled")
+
+
+def find_start(ledger: Ledger, sequence: Sequence) -> PrefixMatch:
+    """The deepest checkpoint a sequence may start from; changes nothing.
+
+    A token of the prompt must remain to give logits, unless generated tokens follow it; those are
+    folded one by one, so no checkpoint beyond the prompt is used.
+    """
+    if not ledger.settings.prefix_caching:
+        return NO_MATCH
+    prompt = sequence.request.spec.tokens
+    if sequence.request.prompt_logprobs is not None:
+        return PrefixMatch(0, None, (), 0, "needs_prompt_logits")
+    limit = min(len(prompt), len(sequence.tokens) - 1)
+    return ledger.index.match(prompt, sequence.salt, limit)
+
+
+def row_pages(sequence: Sequence, end: int) -> int:
+    """Pages that must be there for a row up to `end`.
+
+    At the prompt's end each sibling gets a page of its own, unless the end is on the page grid.
+    """
+    fans_out = end == sequence.prompt_len and end % PAGE_SIZE
+    return pages_for(end) + (len(sequence.siblings) if fans_out else 0)
+
+
+def pages_wanted(sequence: Sequence) -> int:
+    """Pages a sequence and its siblings need, all in all, to get past the tokens known so far."""
+    return row_pages(sequence, len(sequence.tokens))
+
+
+def take_pages(ledger: Ledger, sequence: Sequence, end: int) -> None:
+    """The pages of a row up to `end`, and what its siblings need when it ends the prompt.
+
+    `Exhausted` with nothing taken.
+    """
+    missing = max(0, pages_for(end) - len(sequence.pages))
+    copies = row_pages(sequence, end) - pages_for(end)
+    taken = ledger.pages.take(missing + copies)
+    sequence.pages += taken[copies:]
+    if end == sequence.prompt_len:
+        whole = sequence.pages[: end // PAGE_SIZE]
+        for index, one in enumerate(sequence.siblings):
+            ledger.pages.retain(whole)
+            one.pages = whole + (taken[index : index + 1] if copies else [])
+
+
+class Admitted(NamedTuple):
+    """The first row of a sequence that was let in; its pages and its output slot are taken."""
+
+    end: int
+    state_in: SlotId | None
+    state_out: SlotId
+
+
+def admit(
+    ledger: Ledger,
+    sequence: Sequence,
+    running: Collection[Sequence],
+    first_end: Callable[[Sequence, int], int],
+) -> Admitted | None:
+    """Give `sequence` its start, an output slot, the pages of its first row, and its seats.
+
+    `first_end` tells where a first row that starts at a given position would end; at the position
+    itself when the step has no room for one. With others running, a sequence also waits until its
+    whole prompt finds room beside theirs: what would be pushed out at once is not let in. None,
+    with nothing changed, when it has to wait.
+    """
+    if len(ledger.seats) < len(sequence.siblings) + 1:
+        return None
+    sequence.epoch = ledger.epoch
+    sequence.salt = ledger.salt(sequence.request.spec.cache_salt)
+    match = find_start(ledger, sequence)
+    end = first_end(sequence, match.end)
+    if end == match.end or not _has_room(ledger, sequence, match, end, running):
+        return None
+    with ExitStack() as undo:
+        undo.callback(ledger.vacate, sequence)
+        undo.callback(sequence.state.cancel, ledger.pool)
+        if match.checkpoint is not None:
+            sequence.state.start(ledger.index.use(match, sequence.name))
+            sequence.pages = list(match.pages)
+        sequence.resumed_end = sequence.folded = match.end
+        # With no slot to spare, the checkpoint itself is taken over.
+        if not ledger.pool.num_free and not ledger.evict_slot():
+            ledger.drop_checkpoint_of(sequence)
+        state_in, state_out = sequence.state.plan_output(ledger.pool)
+        ledger.evict_pages(row_pages(sequence, end) - len(sequence.pages))
+        take_pages(ledger, sequence, end)
+        for one in sequence.group:
+            one.sit(ledger.seats.pop())
+        undo.pop_all()
+    _tell_outcome(ledger, sequence, match)
+    return Admitted(end, state_in, state_out)
+
+
+def _has_room(
+    ledger: Ledger,
+    sequence: Sequence,
+    match: PrefixMatch,
+    end: int,
+    running: Collection[Sequence],
+) -> bool:
+    """Whether slots and pages are free or evictable, without touching any."""
+    pool, pages, index = ledger.pool, ledger.pages, ledger.index
+    # The matched checkpoint counts: as its only reader the sequence may take it over.
+    if not (pool.num_free or index.evictable_slots):
+        return False
+    promised = [pages_wanted(other) - len(other.pages) for other in running]
+    wanted = pages_wanted(sequence) if promised else row_pages(sequence, end)
+    wanted += sum(max(0, n) for n in promised) - len(match.pages)
+    if wanted <= pages.num_free:
+        return True
+    return wanted <= pages.num_free + index.evictable_pages - len(match.pages)
+
+
+def _tell_outcome(ledger: Ledger, sequence: Sequence, match: PrefixMatch) -> None:
+    """Count how the prompt met the index, at the request's first admission only."""
+    request = sequence.request
+    if request.outcome is not None:
+        return
+    request.outcome = PrefixOutcome(
+        reason=match.reason, prompt_tokens=request.prompt_len, cached_tokens=match.end
+    )
+    counters = ledger.counters
+    counters.prompt_tokens += request.prompt_len
+    counters.prefix_tokens[match.reason] += match.end or request.prompt_len

@@ -1,0 +1,185 @@
+"""What a step's report does to requests and ledger: advance, publish what was written, end.
+
+The only place that publishes. Knows neither queue order nor threads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from millpond.engine.ledger import Ledger
+from millpond.engine.outbox import Outbox
+from millpond.engine.request import Request, Sequence
+from millpond.engine.scheduler import PrefillRow, Scheduled, Scheduler
+from millpond.errors import Broken
+from millpond.plan.step import Emitted, Row, StepResult
+from millpond.state.checkpoint import AnchorKind
+from millpond.state.lease import ReaderLease, Seat, SlotId
+
+MAX_FAILURES = 2
+"""Failed steps in a row after which a request is not tried again."""
+
+NONFINITE = "the model's logits were not finite; the checkpoint they came from was dropped"
+
+
+class Committer:
+    """Applies the results of steps, in order."""
+
+    def __init__(self, ledger: Ledger, scheduler: Scheduler, outbox: Outbox) -> None:
+        self._ledger = ledger
+        self._scheduler = scheduler
+        self._outbox = outbox
+        self._over: list[Sequence] = []  # drew their last token in this step
+        self._errors: dict[Request, str] = {}
+
+    def apply(self, scheduled: Scheduled, result: StepResult) -> None:
+        """Advance every row by what the step reports. Leases of rows still in flight are kept."""
+        plan = scheduled.plan
+        if result.step != plan.step:
+            raise Broken(f"step {plan.step} was answered with the result of step {result.step}")
+        self._ledger.counters.steps += 1
+        written = {(entry.slot, entry.end) for entry in result.written}
+        drawn = {emitted.seat: emitted for emitted in result.emitted}
+        self._collect_logprobs(scheduled, result)
+        unwritten: list[tuple[Sequence, int]] = []
+        for planned, row in zip(scheduled.prefill, plan.prefill, strict=True):
+            if (row.state_out, row.end) in written:
+                self._commit_prefill(planned, row, written, drawn)
+            else:
+                unwritten.append((planned.sequence, row.end))
+        pool = self._ledger.pool
+        for sequence, row in zip(scheduled.decode, plan.decode, strict=True):
+            end = row.end
+            if (row.state_out, end) not in written:
+                unwritten.append((sequence, end))
+                continue
+            sequence.state.commit(pool, end)
+            sequence.folded = end
+            if sequence.failures:
+                _forgive(sequence)
+            if row.emit_seats:
+                self._draw(sequence, drawn)
+        for sequence, end in unwritten:
+            self._lost(sequence, end, "the forward did not write the state")
+        self._settle()
+
+    def fail(self, scheduled: Scheduled, why: str) -> None:
+        """The step did not finish: nothing of it is kept, its rows are recomputed or ended."""
+        self._ledger.counters.steps_failed += 1
+        self._scheduler.failed(scheduled)
+        for planned in scheduled.prefill:
+            self._lost(planned.sequence, planned.end, why)
+        for sequence, row in zip(scheduled.decode, scheduled.plan.decode, strict=True):
+            self._lost(sequence, row.end, why)
+        self._settle()
+
+    def end_request(self, request: Request, reason: str, error: str | None = None) -> None:
+        """End every sample that has not ended, and take back what they hold."""
+        for sequence in request.samples:
+            if sequence.finish_reason is None:
+                self._scheduler.remove(sequence)
+                self._outbox.end(sequence, reason, error)
+
+    # Rows.
+
+    def _commit_prefill(
+        self,
+        planned: PrefillRow,
+        row: Row,
+        written: set[tuple[SlotId, int]],
+        drawn: Mapping[Seat, Emitted],
+    ) -> None:
+        sequence, ledger = planned.sequence, self._ledger
+        finite = all(drawn[seat].finite for seat in row.emit_seats if seat in drawn)
+        current = sequence.epoch == ledger.epoch
+        exported = sequence.state.commit(
+            ledger.pool, row.end, written if finite and current else frozenset()
+        )
+        sequence.folded = row.end
+        _forgive(sequence)
+        kinds = {anchor.end: anchor.kind for anchor in planned.anchors}
+        ledger.counters.checkpoints_skipped += len(row.exports) - len(exported)
+        for export in exported:
+            self._publish(sequence, export.end, export.lease, kinds[export.end])
+        if row.end in kinds and finite and current:
+            lease = sequence.state.publish(ledger.pool)
+            self._publish(sequence, row.end, lease, kinds[row.end])
+        group = tuple(sequence.group)
+        if row.end == sequence.prompt_len and sequence.siblings:
+            self._fan_out(sequence)
+        if row.emit_seats:
+            for one in group:
+                self._draw(one, drawn)
+
+    def _publish(self, sequence: Sequence, end: int, lease: ReaderLease, kind: AnchorKind) -> None:
+        self._ledger.publish(sequence, end, lease, kind)
+        self._scheduler.unblock()
+
+    def _fan_out(self, lead: Sequence) -> None:
+        """The siblings go on by themselves from the lead's exact end; no byte of state moves."""
+        siblings, lead.siblings = lead.siblings, []
+        states = lead.state.fan_out(self._ledger.pool, len(siblings) + 1)
+        for one, state in zip(siblings, states, strict=True):
+            one.state = state
+            one.folded = lead.folded
+            one.epoch, one.salt = lead.epoch, lead.salt
+            one.resumed_end = lead.resumed_end
+            self._scheduler.enter(one)
+
+    def _draw(self, sequence: Sequence, drawn: Mapping[Seat, Emitted]) -> None:
+        emitted = drawn.get(sequence.seat)
+        request = sequence.request
+        if emitted is None:
+            raise Broken(f"{sequence.name} should have drawn a token in seat {sequence.seat}")
+        if not emitted.finite:
+            if request not in self._errors:
+                self._ledger.counters.nonfinite += 1
+                self._errors[request] = NONFINITE
+                self._distrust(sequence)
+        elif not request.aborting and self._outbox.draw(sequence, emitted):
+            self._over.append(sequence)
+
+    def _distrust(self, sequence: Sequence) -> None:
+        """Drop what a sequence with damaged logits started from, and all it published since."""
+        ledger, prompt = self._ledger, sequence.request.spec.tokens
+        while True:
+            match = ledger.index.match(prompt, sequence.salt, len(prompt))
+            if match.checkpoint is None or match.end < sequence.resumed_end:
+                break
+            ledger.index.drop(match.checkpoint)
+        self._scheduler.unblock()
+
+    def _lost(self, sequence: Sequence, end: int, why: str) -> None:
+        """The state of a row is not to be relied upon."""
+        sequence.state.discard(self._ledger.pool)
+        sequence.failures += 1
+        sequence.failed_end = max(sequence.failed_end, end)
+        if sequence.failures < MAX_FAILURES:
+            self._scheduler.preempt(sequence)
+        else:
+            error = f"failed {MAX_FAILURES} times in a row: {why}"
+            self._errors.setdefault(sequence.request, error)
+
+    def _collect_logprobs(self, scheduled: Scheduled, result: StepResult) -> None:
+        if not result.prompt_logprobs:
+            return
+        by_name = {row.sequence.request.spec.request_id: row for row in scheduled.prefill}
+        for report in result.prompt_logprobs:
+            collected = by_name[report.request].sequence.request.prompt_logprobs
+            if collected is not None:
+                collected += report.entries
+
+    def _settle(self) -> None:
+        """End what is over, now that no row is in flight."""
+        over, self._over = self._over, []
+        errors, self._errors = self._errors, {}
+        for sequence in over:
+            self._scheduler.remove(sequence)
+        for request, error in errors.items():
+            self.end_request(request, "error", error)
+
+
+def _forgive(sequence: Sequence) -> None:
+    """Getting past where a step failed ends a row of failures."""
+    if sequence.folded >= sequence.failed_end:
+        sequence.failures = sequence.failed_end = 0

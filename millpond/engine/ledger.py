@@ -1,0 +1,117 @@
+"""What one engine hands out (slots, pages, seats, prefixes) and how room is made in it.
+
+Knows sequences as holders only; who may push out whom is the scheduler's business.
+"""
+
+from __future__ import annotations
+
+from millpond.engine.counters import Counters
+from millpond.engine.request import NO_SEAT, Sequence
+from millpond.engine.settings import EngineSettings
+from millpond.plan.step import PAGE_SIZE, Capabilities
+from millpond.state.checkpoint import AnchorKind, Checkpoint, prefix_salt
+from millpond.state.lease import ReaderLease, Seat
+from millpond.state.pages import PagePool
+from millpond.state.pool import StatePool
+from millpond.state.prefix import PrefixIndex
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold `tokens` tokens."""
+    return -(-tokens // PAGE_SIZE)
+
+
+class Ledger:
+    """The pools of one engine and the epoch of what they hold. Used from one thread."""
+
+    def __init__(self, settings: EngineSettings, capabilities: Capabilities) -> None:
+        self.settings = settings
+        self.pool = StatePool(capabilities.num_slots)
+        self.pages = PagePool(capabilities.num_pages)
+        self.index = PrefixIndex(
+            self.pool,
+            self.pages,
+            PAGE_SIZE,
+            alignment=settings.smallest_prefix(capabilities),
+        )
+        self.seats = [Seat(seat) for seat in reversed(range(settings.max_batch_size))]
+        self.epoch = 0
+        self.counters = Counters()
+
+    def salt(self, cache_salt: str) -> bytes:
+        """Everything but the tokens that a key of this moment names."""
+        return prefix_salt(
+            epoch=self.epoch,
+            model_identity=self.settings.model_identity,
+            adapter="",
+            cache_salt=cache_salt,
+        )
+
+    # Making room.
+
+    def evict_slot(self, protect: frozenset[Checkpoint] = frozenset()) -> bool:
+        """Free the slot of a checkpoint that nobody reads; False when there is none."""
+        if not self.index.evict_slot(protect):
+            return False
+        self.counters.checkpoints_evicted += 1
+        return True
+
+    def evict_pages(self, wanted: int) -> None:
+        """Have `wanted` pages free if evicting what nobody reads can do it."""
+        missing = wanted - self.pages.num_free
+        if missing > 0:
+            before = self.index.num_checkpoints
+            self.index.evict_pages(missing)
+            self.counters.checkpoints_evicted += before - self.index.num_checkpoints
+
+    def drop_checkpoint_of(self, sequence: Sequence) -> bool:
+        """Take the checkpoint a sequence stands on out of the index, if nobody else reads it.
+
+        Then the sequence is the only holder and may go on in place.
+        """
+        slot = sequence.state.slot
+        if slot is None or len(self.pool.holders(slot)) != 2:
+            return False
+        checkpoint = self.index.checkpoint_at(slot)
+        if checkpoint is None:
+            return False
+        self.index.drop(checkpoint)
+        self.counters.checkpoints_evicted += 1
+        return True
+
+    # Publishing.
+
+    def publish(self, sequence: Sequence, end: int, lease: ReaderLease, kind: AnchorKind) -> None:
+        """Make a committed state of `sequence` findable, within the budget of checkpoints."""
+        if self.settings.checkpoint_budget < 1:
+            self.pool.release(lease)
+            self.counters.checkpoints_skipped += 1
+            return
+        slot = lease.slot
+        is_new = self.index.publish(
+            sequence.tokens[:end], end, sequence.pages, lease, kind, sequence.salt
+        )
+        if not is_new:
+            return
+        self.counters.checkpoints_published[kind.value] += 1
+        while self.index.num_checkpoints > self.settings.checkpoint_budget:
+            if self.evict_slot():
+                continue
+            newest = self.index.checkpoint_at(slot)
+            if newest is None:
+                break
+            self.index.drop(newest)
+            self.counters.checkpoints_evicted += 1
+
+    # Giving back.
+
+    def vacate(self, sequence: Sequence) -> None:
+        """Take back everything a sequence and its siblings hold; no step of theirs is in flight."""
+        for one in sequence.group:
+            one.state.close(self.pool)
+            self.pages.release(one.pages)
+            one.pages = []
+            one.folded = 0
+            if one.seat != NO_SEAT:
+                self.seats.append(one.seat)
+                one.seat = NO_SEAT

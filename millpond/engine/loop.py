@@ -1,0 +1,314 @@
+"""The engine: one thread that schedules, executes and commits, and the doors into it.
+
+Everything that may come from other threads passes through one small inbox; requests, queues and the
+ledger belong to the engine's thread alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from millpond.engine import submission
+from millpond.engine.commit import Committer
+from millpond.engine.ledger import Ledger
+from millpond.engine.lifecycle import new_epoch
+from millpond.engine.outbox import Outbox
+from millpond.engine.request import Request
+from millpond.engine.scheduler import Scheduled, Scheduler
+from millpond.engine.settings import EngineSettings
+from millpond.engine.stream import RequestStream
+from millpond.engine.types import EngineRequest, EngineStats
+from millpond.errors import Rejected, StepFailed, Unavailable
+from millpond.plan.step import Executor, StepResult
+from millpond.state import audit
+
+__all__ = ["Engine", "EngineSettings", "RequestStream"]
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Serves requests on one executor, which it closes in the end.
+
+    Either `start` lets it run in a thread of its own, or `step` is called by hand, by one thread.
+    `submit`, `abort`, `flush_cache`, `stats` and `close` may be called from anywhere.
+    """
+
+    def __init__(self, settings: EngineSettings, executor: Executor) -> None:
+        """`Refused` when the settings do not fit the executor."""
+        self.settings = settings
+        self.capabilities = executor.capabilities
+        settings.check(self.capabilities)
+        self._executor = executor
+        self._ledger = Ledger(settings, self.capabilities)
+        self._scheduler = Scheduler(self._ledger, self.capabilities)
+        self._outbox = Outbox(self._ledger.counters, self._forget)
+        self._committer = Committer(self._ledger, self._scheduler, self._outbox)
+        self._failure: str | None = None
+        # Shared with other threads, under this one condition.
+        self._changed = threading.Condition()
+        self._inbox: list[Callable[[], None]] = []
+        self._live: dict[str, Request] = {}
+        self._arrivals = 0
+        self._closing = False
+        self._stopping = False
+        self._thread: threading.Thread | None = None
+        self._aborting: list[Request] = []
+        self._in_step = False
+
+    # Doors, open to every thread.
+
+    @property
+    def healthy(self) -> bool:
+        """False once the engine has failed for good; see `failure`."""
+        return self._failure is None
+
+    @property
+    def failure(self) -> str | None:
+        """What ended the engine, None while it is healthy."""
+        return self._failure
+
+    def submit(self, request: EngineRequest) -> RequestStream:
+        """Queue a request. `Rejected`: can never be served; `Unavailable`: closing, or failed."""
+        submission.check(request, self.settings, self.capabilities)
+        stream = RequestStream(request.request_id, request.params.n, self.abort)
+        stop_ids = frozenset(request.params.stop_token_ids)
+        if not request.params.ignore_eos:
+            stop_ids |= frozenset(self.settings.eos_token_ids)
+        with self._changed:
+            if self._failure is not None:
+                raise Unavailable(f"the engine has failed: {self._failure}")
+            if self._closing:
+                raise Unavailable("the engine is closing and takes no more requests")
+            if request.request_id in self._live:
+                raise Rejected(f"request id {request.request_id!r} is in use", param="request_id")
+            accepted = Request(
+                request,
+                self._arrivals,
+                stream,
+                stop_ids=stop_ids,
+                token_limit=submission.token_limit(self.settings, self.capabilities),
+            )
+            self._arrivals += 1
+            self._live[request.request_id] = accepted
+            self._post(lambda: self._scheduler.enqueue(accepted.samples[0]))
+        return stream
+
+    def abort(self, request_id: str) -> None:
+        """End a request at the next yield point; unknown and finished ones are ignored."""
+        with self._changed:
+            request = self._live.get(request_id)
+            if request is not None and not request.aborting:
+                request.aborting = True
+                self._post(lambda: self._aborting.append(request))
+
+    def flush_cache(self) -> None:
+        """Make every checkpoint unfindable; returns once that is done.
+
+        Asked for in the middle of a step made by hand, it is done before that step commits.
+        """
+        done = threading.Event()
+
+        def flush() -> None:
+            new_epoch(self._ledger, self._scheduler)
+            done.set()
+
+        with self._changed:
+            if self._failure is not None:
+                return
+            self._post(flush)
+            thread = self._thread
+        if thread is None and not self._in_step:
+            self._read_inbox()
+        elif thread is not None and thread is not threading.current_thread():
+            done.wait()
+
+    def stats(self) -> EngineStats:
+        """A snapshot; numbers of a step that is under way may be half counted."""
+        ledger, scheduler, counters = self._ledger, self._scheduler, self._ledger.counters
+        running = len({id(sequence.request) for sequence in tuple(scheduler.running)})
+        with self._changed:
+            live = len(self._live)
+        free, checkpoints = ledger.pool.num_free, ledger.index.num_checkpoints
+        return EngineStats(
+            requests_running=running,
+            requests_waiting=max(0, live - running),
+            slots_free=free,
+            slots_running=ledger.pool.size - free - checkpoints,
+            slots_checkpoint=checkpoints,
+            slots_total=ledger.pool.size,
+            pages_free=ledger.pages.num_free,
+            pages_used=ledger.pages.size - ledger.pages.num_free,
+            pages_evictable=ledger.index.num_pages,
+            pages_total=ledger.pages.size,
+            steps=counters.steps,
+            steps_failed=counters.steps_failed,
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            prefix_tokens=dict(counters.prefix_tokens),
+            checkpoints_published=dict(counters.checkpoints_published),
+            checkpoints_skipped=counters.checkpoints_skipped,
+            checkpoints_evicted=counters.checkpoints_evicted,
+            preemptions=counters.preemptions,
+            nonfinite=counters.nonfinite,
+            finished=dict(counters.finished),
+        )
+
+    def start(self) -> None:
+        """Run in a thread of its own until `close`."""
+        with self._changed:
+            if self._thread is not None or self._stopping:
+                raise RuntimeError("an engine is started once")
+            self._thread = threading.Thread(target=self._run, name="millpond-engine", daemon=True)
+        self._thread.start()
+
+    def close(self, drain: bool = True, timeout: float | None = None) -> None:
+        """Take no more requests and finish those accepted (`drain`, for `timeout` seconds at most).
+
+        Then end the others with `abort`, give everything back and close the executor. Closing twice
+        is closing once.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        with self._changed:
+            self._closing = True
+            thread = self._thread
+            self._changed.notify_all()
+            if drain and thread is not None:
+                self._changed.wait_for(lambda: not self._live, timeout)
+        if drain and thread is None:
+            while (deadline is None or time.monotonic() < deadline) and self.step():
+                pass
+        with self._changed:
+            already, self._stopping = self._stopping, True
+            self._changed.notify_all()
+        if thread is None:
+            if not already:
+                self._shut()
+        elif thread is not threading.current_thread():
+            thread.join()
+
+    # The engine's own thread.
+
+    def step(self) -> bool:
+        """Schedule, execute and commit one step; False when there was nothing to do.
+
+        What the executor raises, other than `StepFailed`, ends the engine and every stream, not
+        this call. A broken invariant of the engine's own is raised as well.
+        """
+        if self._failure is not None:
+            return False
+        self._in_step = True
+        try:
+            return self._step()
+        except Exception as error:
+            self._die(error)
+            raise
+        finally:
+            self._in_step = False
+            self._outbox.flush()
+
+    def _step(self) -> bool:
+        self._read_inbox()
+        self._end_aborted()
+        scheduled = self._scheduler.schedule()
+        if scheduled is None:
+            return False
+        self._audit(scheduled)
+        try:
+            result = self._executor.execute(scheduled.plan)
+        except StepFailed as error:
+            logger.warning("step %d failed: %s", scheduled.plan.step, error)
+            self._finish_step(scheduled, None, str(error))
+        except Exception as error:
+            logger.exception("the executor failed; no request is served any more")
+            self._finish_step(scheduled, None, str(error))
+            self._die(error)
+        else:
+            self._finish_step(scheduled, result, "")
+        self._audit(None)
+        return True
+
+    def _finish_step(self, scheduled: Scheduled, result: StepResult | None, why: str) -> None:
+        # What was asked during the forward counts before anything of it is published.
+        self._read_inbox()
+        if result is None:
+            self._committer.fail(scheduled, why)
+        else:
+            self._committer.apply(scheduled, result)
+        self._end_aborted()
+
+    def _read_inbox(self) -> None:
+        with self._changed:
+            todo, self._inbox = self._inbox, []
+        for do in todo:
+            do()
+
+    def _end_aborted(self) -> None:
+        aborting, self._aborting = self._aborting, []
+        for request in aborting:
+            self._committer.end_request(request, "abort")
+
+    def _run(self) -> None:
+        try:
+            while True:
+                with self._changed:
+                    if self._stopping or self._failure is not None:
+                        break
+                if not self.step():
+                    with self._changed:
+                        self._changed.wait_for(lambda: self._inbox or self._stopping)
+        except Exception:
+            logger.exception("the engine failed; no request is served any more")
+        self._shut()
+
+    def _shut(self) -> None:
+        """End what is left, give everything back, close the executor."""
+        self._read_inbox()
+        self._end_all("abort", None)
+        self._ledger.index.clear()
+        self._outbox.flush()
+        self._executor.close()
+
+    def _die(self, error: Exception) -> None:
+        """End every stream; nothing is accepted from here on."""
+        with self._changed:
+            self._failure = f"{type(error).__name__}: {error}"
+        self._read_inbox()
+        self._end_all("error", f"the engine has failed: {self._failure}")
+
+    def _end_all(self, reason: str, error: str | None) -> None:
+        with self._changed:
+            left = list(self._live.values())
+        for request in left:
+            self._committer.end_request(request, reason, error)
+
+    def _forget(self, request: Request) -> None:
+        with self._changed:
+            del self._live[request.spec.request_id]
+            if not self._live:
+                self._changed.notify_all()
+
+    def _post(self, do: Callable[[], None]) -> None:
+        """Hand something to the engine's thread; the caller holds the condition."""
+        self._inbox.append(do)
+        self._changed.notify_all()
+
+    def _audit(self, scheduled: Scheduled | None) -> None:
+        """Check every invariant of the ledger, where the settings ask for it."""
+        if not self.settings.debug_audit:
+            return
+        running = [one for lead in self._scheduler.running for one in lead.group]
+        plan = None if scheduled is None else scheduled.plan
+        audit.run(
+            audit.House(
+                pool=self._ledger.pool,
+                pages=self._ledger.pages,
+                index=self._ledger.index,
+                running=[one.state for one in running],
+                page_runs=[one.pages for one in running],
+                rows=() if plan is None else plan.prefill + plan.decode,
+            )
+        )

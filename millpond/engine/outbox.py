@@ -1,0 +1,85 @@
+"""What leaves the engine: deltas, and the end of samples and requests. Holds no lease."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+
+from millpond.engine.counters import Counters
+from millpond.engine.request import Request, Sequence
+from millpond.engine.stream import wake
+from millpond.engine.types import Delta, TokenOut
+from millpond.plan.step import Emitted, TokenLogprob
+
+
+class Outbox:
+    """Turns drawn tokens and endings into deltas; `on_over` hears of every request that is over."""
+
+    def __init__(self, counters: Counters, on_over: Callable[[Request], None]) -> None:
+        self._counters = counters
+        self._on_over = on_over
+        self._woken: list[asyncio.Future[None]] = []
+
+    def draw(self, sequence: Sequence, emitted: Emitted) -> bool:
+        """Append a drawn token and tell the stream; True when the sample is over."""
+        request, tokens, token = sequence.request, sequence.tokens, emitted.token
+        tokens.append(token)
+        self._counters.generated_tokens += 1
+        reason = stop = None
+        if token in request.stop_ids and len(tokens) >= request.stop_from:
+            reason, stop = "stop", token
+        elif len(tokens) >= request.length_limit:
+            reason = "length"
+        out = TokenOut(token=token, logprob=emitted.logprob, top=emitted.top)
+        self._push(sequence, (out,), reason, stop, None)
+        return reason is not None
+
+    def end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+        """End a sample that draws no more; nothing happens when it has ended before."""
+        if sequence.finish_reason is None:
+            self._push(sequence, (), reason, None, error)
+
+    def flush(self) -> None:
+        """Wake the coroutines that wait for what was pushed since the last flush."""
+        if self._woken:
+            woken, self._woken = self._woken, []
+            wake(woken)
+
+    def _push(
+        self,
+        sequence: Sequence,
+        tokens: tuple[TokenOut, ...],
+        reason: str | None,
+        stop: int | None,
+        error: str | None,
+    ) -> None:
+        request = sequence.request
+        outcome = logprobs = None
+        if not request.told:
+            request.told = True
+            outcome, logprobs = request.outcome, _prompt_logprobs(request)
+        delta = Delta(
+            request_id=request.spec.request_id,
+            sample_index=sequence.index,
+            tokens=tokens,
+            finish_reason=reason,
+            stop_token=stop,
+            error=error,
+            outcome=outcome,
+            prompt_logprobs=logprobs,
+        )
+        waiter = request.stream.push(delta)
+        if waiter is not None:
+            self._woken.append(waiter)
+        if reason is not None:
+            sequence.finish_reason = reason
+            request.unfinished -= 1
+            if not request.unfinished:
+                self._counters.finished[reason] += 1
+                self._on_over(request)
+
+
+def _prompt_logprobs(request: Request) -> tuple[TokenLogprob, ...] | None:
+    """The prompt's log probabilities, by position; from here on they need not be computed again."""
+    entries, request.prompt_logprobs = request.prompt_logprobs, None
+    return None if entries is None else tuple(sorted(entries, key=lambda entry: entry.position))

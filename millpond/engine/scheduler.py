@@ -1,0 +1,379 @@
+"""Who runs in the next step: queues, order, preemption, and the plan that says it all.
+
+Knows sequences and the ledger; does not know what a step returns, nor who waits for tokens.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Iterable
+from operator import attrgetter
+
+from millpond.engine.admission import admit, row_pages, take_pages
+from millpond.engine.ledger import Ledger
+from millpond.engine.request import Sequence
+from millpond.errors import Exhausted
+from millpond.plan.checkpoints import Anchor, ladder_interval, plan_anchors
+from millpond.plan.prefill import row_end, split_at
+from millpond.plan.step import (
+    PAGE_SIZE,
+    Capabilities,
+    Export,
+    FanOut,
+    PageUpdate,
+    Row,
+    SeatLoad,
+    StepPlan,
+)
+from millpond.state.checkpoint import AnchorKind
+from millpond.state.lease import PageId, SlotId
+
+_order = attrgetter("order")
+
+
+class PrefillRow:
+    """A row of a prompt on its way into the plan: exports come last, when all rows have slots."""
+
+    __slots__ = ("anchors", "end", "exports", "sequence", "state_in", "state_out")
+
+    def __init__(
+        self,
+        sequence: Sequence,
+        end: int,
+        anchors: tuple[Anchor, ...],
+        slots: tuple[SlotId | None, SlotId],
+    ) -> None:
+        self.sequence = sequence
+        self.end = end
+        self.anchors = anchors  # in start < anchor <= end
+        self.state_in, self.state_out = slots
+        self.exports: dict[int, SlotId] = {}
+
+    @property
+    def interior(self) -> tuple[Anchor, ...]:
+        """The anchors that need an export; one at the row's end is the row's own output."""
+        return tuple(a for a in self.anchors if a.end < self.end)
+
+    def freeze(self) -> Row:
+        """The row as the device gets it."""
+        sequence, end = self.sequence, self.end
+        spec = sequence.request.spec
+        asks = sequence.request.prompt_logprobs is not None
+        emits = end == len(sequence.tokens)
+        return Row(
+            request=spec.request_id,
+            seat=sequence.seat,
+            start=sequence.folded,
+            tokens=tuple(sequence.tokens[sequence.folded : end]),
+            state_in=self.state_in,
+            state_out=self.state_out,
+            exports=tuple(Export(at, self.exports[at]) for at in sorted(self.exports)),
+            emit_seats=tuple(one.seat for one in sequence.group) if emits else (),
+            prompt_logprobs=spec.params.prompt_logprobs if asks else None,
+            next_token=sequence.tokens[end] if asks and end < sequence.prompt_len else None,
+        )
+
+
+class Scheduled:
+    """A plan, and whose rows it holds: `prefill[i]` and `decode[i]` belong to the plan's rows i."""
+
+    __slots__ = ("decode", "plan", "prefill")
+
+    def __init__(self, plan: StepPlan, prefill: list[PrefillRow], decode: list[Sequence]) -> None:
+        self.plan = plan
+        self.prefill = prefill
+        self.decode = decode
+
+    @property
+    def sequences(self) -> Iterable[Sequence]:
+        """Everyone who has a row."""
+        return (*(row.sequence for row in self.prefill), *self.decode)
+
+
+class Scheduler:
+    """Waiting and running sequences, both in order: higher priority first, then older first.
+
+    A running sequence may push out any that comes after it; so the first one always advances.
+    """
+
+    def __init__(self, ledger: Ledger, capabilities: Capabilities) -> None:
+        self.ledger = ledger
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self._granularity = capabilities.export_granularity
+        self._step = 0
+        self._unsent_poison: tuple[tuple[SlotId, ...], tuple[PageId, ...]] = ((), ())
+        self._blocked: Sequence | None = None  # the head of the queue, until anything is given back
+        self._begin()
+
+    # Queues.
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a sequence wait for admission."""
+        insort(self.waiting, sequence, key=_order)
+
+    def enter(self, sequence: Sequence) -> None:
+        """Let a sequence that holds what it needs run."""
+        insort(self.running, sequence, key=_order)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take everything from a running sequence; it waits, and is recomputed."""
+        self.running.remove(sequence)
+        self.ledger.vacate(sequence)
+        logprobs = sequence.request.prompt_logprobs
+        if logprobs is not None:
+            logprobs.clear()
+        self.enqueue(sequence)
+        self.unblock()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that is over, wherever it is, and take back what it holds."""
+        for queue in (self.running, self.waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+        self.ledger.vacate(sequence)
+        self.unblock()
+
+    def unblock(self) -> None:
+        """Something was given back or became evictable: try the head of the queue again."""
+        self._blocked = None
+
+    # One step.
+
+    def schedule(self) -> Scheduled | None:
+        """Plan the next step, with everything it touches leased; None when there is no row."""
+        self._begin()
+        position = 0
+        # In order; whoever is pushed out comes after whoever pushes, and is not planned yet.
+        while position < len(self.running):
+            sequence = self.running[position]
+            start = sequence.folded
+            if start < sequence.prompt_len:
+                self._plan_prefill(sequence)
+            elif start + 1 == len(sequence.tokens):
+                self._plan_decode(sequence, start + 1)
+            else:
+                self._plan_recompute(sequence)
+            position += 1
+        self._admit_waiting()
+        if not (self._prefill or self._decode):
+            return None
+        self._plan_exports()
+        return self._freeze()
+
+    def failed(self, scheduled: Scheduled) -> None:
+        """The device did not finish a plan, so its poison may not have been spread either."""
+        plan = scheduled.plan
+        self._unsent_poison = (plan.poison_slots, plan.poison_pages)
+
+    def _begin(self) -> None:
+        self._prefill: list[PrefillRow] = []
+        self._decode: list[Sequence] = []
+        self._decode_rows: list[Row] = []
+        self._seat_loads: list[SeatLoad] = []
+        self._page_updates: list[PageUpdate] = []
+        self._fan_outs: list[FanOut] = []
+        self._budget = self.ledger.settings.max_prefill_tokens
+
+    # Rows of running sequences.
+
+    def _plan_decode(self, sequence: Sequence, end: int) -> None:
+        if end > len(sequence.pages) * PAGE_SIZE and not self._make_pages(sequence, end):
+            return
+        slots = self._make_output(sequence)
+        if slots is not None:
+            self._add_decode(sequence, end, slots)
+
+    def _plan_recompute(self, sequence: Sequence) -> None:
+        """Generated tokens of a preempted sequence, token by token in one row, under the budget."""
+        start, known = sequence.folded, len(sequence.tokens)
+        end = min(known, start + max(self._budget, 1))
+        self._budget -= end - start
+        self._plan_decode(sequence, end)
+
+    def _plan_prefill(self, sequence: Sequence) -> None:
+        end = self._first_end(sequence, sequence.folded)
+        if end == sequence.folded or not self._make_pages(sequence, end):
+            return
+        slots = self._make_output(sequence)
+        if slots is not None:
+            self._add_prefill(sequence, end, slots)
+
+    def _first_end(self, sequence: Sequence, start: int) -> int:
+        """Where a row from `start` ends under what is left of the budget."""
+        if start == sequence.prompt_len:  # a resumed prompt, complete: generated tokens follow
+            return min(len(sequence.tokens), start + max(self._budget, 1))
+        end = row_end(start, sequence.prompt_len, self._budget, oldest=not self._prefill)
+        return split_at(
+            self._anchors(sequence, start, end), end, self.ledger.settings.checkpoint_mode
+        )
+
+    def _anchors(self, sequence: Sequence, start: int, end: int) -> tuple[Anchor, ...]:
+        settings = self.ledger.settings
+        if not settings.prefix_caching or sequence.epoch != self.ledger.epoch:
+            return ()
+        interval = ladder_interval(
+            sequence.prompt_len, settings.checkpoint_interval, settings.checkpoint_budget
+        )
+        return plan_anchors(
+            start,
+            end,
+            sequence.prompt_len,
+            settings.prefill_save_alignment,
+            interval,
+            settings.checkpoint_mode,
+            self._granularity,
+        )
+
+    def _make_pages(self, sequence: Sequence, end: int) -> bool:
+        """Take the pages of a row: free ones, evicted ones, those of whoever comes later."""
+        ledger = self.ledger
+        wanted = row_pages(sequence, end) - len(sequence.pages)
+        while ledger.pages.num_free < wanted:
+            ledger.evict_pages(wanted)
+            if ledger.pages.num_free < wanted and not self._push_out_last(sequence):
+                return False
+        take_pages(ledger, sequence, end)
+        return True
+
+    def _make_output(self, sequence: Sequence) -> tuple[SlotId | None, SlotId] | None:
+        """Plan where the next state goes, making room as far as it takes."""
+        ledger = self.ledger
+        while True:
+            try:
+                return sequence.state.plan_output(ledger.pool)
+            except Exhausted:
+                if not (
+                    ledger.evict_slot()
+                    or ledger.drop_checkpoint_of(sequence)
+                    or self._push_out_last(sequence)
+                ):
+                    return None
+
+    def _push_out_last(self, sequence: Sequence) -> bool:
+        """Preempt the last running sequence, if it comes after this one."""
+        last = self.running[-1]
+        if last is sequence:
+            return False
+        self.ledger.counters.preemptions += 1
+        self.preempt(last)
+        return True
+
+    # Admission.
+
+    def _admit_waiting(self) -> None:
+        """Admit from the head of the queue while everything fits; nobody overtakes."""
+        while self.waiting and self.waiting[0] is not self._blocked:
+            sequence = self.waiting[0]
+            first = admit(self.ledger, sequence, self.running, self._first_end)
+            if first is None:
+                self._blocked = sequence
+                return
+            self.waiting.pop(0)
+            self.enter(sequence)
+            for one in sequence.group:
+                self._seat_loads.append(_seat_load(one))
+            slots = (first.state_in, first.state_out)
+            if sequence.folded < sequence.prompt_len:
+                self._add_prefill(sequence, first.end, slots)
+            else:
+                self._budget -= first.end - sequence.folded
+                self._add_decode(sequence, first.end, slots)
+
+    # Into the plan.
+
+    def _add_prefill(
+        self, sequence: Sequence, end: int, slots: tuple[SlotId | None, SlotId]
+    ) -> None:
+        anchors = self._anchors(sequence, sequence.folded, end)
+        self._prefill.append(PrefillRow(sequence, end, anchors, slots))
+        self._budget -= end - sequence.folded
+        if end == sequence.prompt_len:
+            for one in sequence.siblings:
+                self._fan_outs.append(_fan_out(sequence, one))
+        for one in sequence.group:
+            self._send_pages(one)
+
+    def _add_decode(
+        self, sequence: Sequence, end: int, slots: tuple[SlotId | None, SlotId]
+    ) -> None:
+        if sequence.pages_sent < len(sequence.pages):
+            self._send_pages(sequence)
+        start, tokens = sequence.folded, sequence.tokens
+        self._decode.append(sequence)
+        self._decode_rows.append(
+            Row(
+                request=sequence.request.spec.request_id,
+                seat=sequence.seat,
+                start=start,
+                tokens=tuple(tokens[start:end]),
+                state_in=slots[0],
+                state_out=slots[1],
+                emit_seats=sequence.own_seat if end == len(tokens) else (),
+            )
+        )
+
+    def _send_pages(self, sequence: Sequence) -> None:
+        """Tell the device what was added to a seat's page table since it was last told."""
+        first, pages = sequence.pages_sent, sequence.pages
+        if first < len(pages):
+            new = tuple(handle.id for handle in pages[first:])
+            self._page_updates.append(PageUpdate(sequence.seat, first, new))
+            sequence.pages_sent = len(pages)
+
+    def _plan_exports(self) -> None:
+        """Slots for checkpoints inside rows, most valuable first, from what no row needs.
+
+        Best effort: without a slot the checkpoint is skipped and counted.
+        """
+        ledger = self.ledger
+        wanted = [(anchor, row) for row in self._prefill for anchor in row.interior]
+        wanted.sort(key=lambda item: item[0].kind is not AnchorKind.PROMPT_END)
+        room = ledger.settings.checkpoint_budget
+        for anchor, row in wanted:
+            if room > 0 and (ledger.pool.num_free or ledger.evict_slot()):
+                room -= 1
+                slot = row.sequence.state.plan_export(ledger.pool, anchor.end)
+                row.exports[anchor.end] = slot
+            else:
+                ledger.counters.checkpoints_skipped += 1
+
+    def _freeze(self) -> Scheduled:
+        ledger = self.ledger
+        slots, pages = self._unsent_poison
+        self._unsent_poison = ((), ())
+        slots += ledger.pool.drain_freed()
+        pages += ledger.pages.drain_freed()
+        poison = ledger.settings.debug_poison
+        plan = StepPlan(
+            step=self._step,
+            prefill=tuple(row.freeze() for row in self._prefill),
+            decode=tuple(self._decode_rows),
+            seat_loads=tuple(self._seat_loads),
+            page_updates=tuple(self._page_updates),
+            fan_outs=tuple(self._fan_outs),
+            poison_slots=slots if poison else (),
+            poison_pages=pages if poison else (),
+        )
+        self._step += 1
+        return Scheduled(plan, self._prefill, self._decode)
+
+
+def _seat_load(sequence: Sequence) -> SeatLoad:
+    spec = sequence.request.spec
+    return SeatLoad(
+        seat=sequence.seat,
+        request=spec.request_id,
+        sample_index=sequence.index,
+        params=spec.params,
+        tokens=tuple(sequence.tokens),
+        prompt_len=sequence.prompt_len,
+    )
+
+
+def _fan_out(source: Sequence, target: Sequence) -> FanOut:
+    """The partial page and the tail of `source` go to `target`; whole pages are shared."""
+    page, offset = divmod(source.prompt_len, PAGE_SIZE)
+    if not offset:
+        return FanOut(source.seat, target.seat, None, None)
+    return FanOut(source.seat, target.seat, source.pages[page].id, target.pages[page].id)

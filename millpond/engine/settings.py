@@ -1,0 +1,59 @@
+"""The numbers an engine is built with; resolved and explained elsewhere, only checked here."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from millpond.errors import Refused
+from millpond.plan.checkpoints import CheckpointMode, anchor_step
+from millpond.plan.step import PAGE_SIZE, Capabilities
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineSettings:
+    """What one engine may use and how it saves.
+
+    `max_batch_size` sequences run at once; `max_prefill_tokens` tokens of prompts (and of
+    recomputed answers) are folded per step; a sequence holds at most `session_len` tokens.
+    `checkpoint_budget` is the number of slots that checkpoints may hold; `prefill_save_alignment`
+    and `checkpoint_interval` are in tokens (an interval of 0: no ladder). `debug_audit` checks
+    every invariant after every step, `debug_poison` has freed slots and pages overwritten.
+    """
+
+    max_batch_size: int
+    max_prefill_tokens: int
+    session_len: int
+    prefix_caching: bool = True
+    checkpoint_mode: CheckpointMode = "interior"
+    prefill_save_alignment: int = PAGE_SIZE
+    checkpoint_interval: int = 4096
+    checkpoint_budget: int = 8
+    eos_token_ids: tuple[int, ...] = ()
+    debug_audit: bool = False
+    debug_poison: bool = False
+    model_identity: bytes = b""
+
+    def check(self, capabilities: Capabilities) -> None:
+        """Raise `Refused` for what cannot serve on this device tower."""
+        alignment = self.prefill_save_alignment
+        if alignment <= 0 or alignment % PAGE_SIZE:
+            raise Refused(
+                f"prefill_save_alignment {alignment} is not a positive multiple of the page,"
+                f" {PAGE_SIZE} tokens"
+            )
+        for name in ("max_batch_size", "max_prefill_tokens", "session_len"):
+            if getattr(self, name) < 1:
+                raise Refused(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.checkpoint_budget < 0 or self.checkpoint_interval < 0:
+            raise Refused(
+                f"checkpoint_budget {self.checkpoint_budget} and checkpoint_interval"
+                f" {self.checkpoint_interval} must not be negative"
+            )
+        if self.max_batch_size > capabilities.num_seats:
+            raise Refused(
+                f"max_batch_size {self.max_batch_size} exceeds the {capabilities.num_seats} seats"
+            )
+
+    def smallest_prefix(self, capabilities: Capabilities) -> int:
+        """The fewest tokens that can be found again: the spacing of anchors."""
+        return anchor_step(self.prefill_save_alignment, capabilities.export_granularity)

@@ -1,0 +1,322 @@
+"""A device tower in which a slot holds the very tokens folded into it; no torch.
+
+A state is a fold over tokens, so here a slot's content is a tuple of them, a page holds a digest
+per position, and a seat its table, its pool tail and its history. What was never written, or was
+poisoned, is None, and reading it raises `Violation`, as does every other breach of the rules of a
+`StepPlan`. The "model" is a pure function of (tokens, seed, sample index), computed from what was
+*read*, so any mistake of ownership also shows in the text.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from hashlib import blake2b
+
+from millpond.errors import StepFailed
+from millpond.plan.sampling import SamplingParams
+from millpond.plan.step import (
+    PAGE_SIZE,
+    Capabilities,
+    Emitted,
+    Row,
+    RowLogprobs,
+    SeatLoad,
+    StepPlan,
+    StepResult,
+    TokenLogprob,
+    Written,
+)
+
+VOCAB = 50
+POOL = 4  # tokens of one pooled indexer key; a seat keeps those of the unfinished one
+State = tuple[int, ...]
+"""Tokens in order: t when folded in chunk form, ~t when folded in per-token form."""
+
+
+class Violation(AssertionError):
+    """The plan breaks a rule, or something was read that its reader did not write."""
+
+
+def as_tokens(state: State) -> State:
+    """The tokens of a state, whatever form they were folded in."""
+    return tuple(t if t >= 0 else ~t for t in state)
+
+
+def as_state(tokens: Sequence[int], prompt_len: int) -> State:
+    """The one right content: the prompt in chunk form, what was generated in per-token form."""
+    return (*tokens[:prompt_len], *(~t for t in tokens[prompt_len:]))
+
+
+def draw(tokens: Sequence[int], seed: int, sample_index: int) -> int:
+    """The token after `tokens`."""
+    return _digest(tokens, seed, sample_index) % VOCAB
+
+
+def naive_text(
+    prompt: Sequence[int],
+    params: SamplingParams,
+    sample_index: int,
+    *,
+    eos: Sequence[int] = (),
+    token_limit: int,
+) -> tuple[list[int], str]:
+    """What a loop without any engine generates, and why it ends."""
+    tokens = list(prompt)
+    stops = {*params.stop_token_ids, *(() if params.ignore_eos else eos)}
+    while True:
+        tokens.append(draw(tokens, params.seed, sample_index))
+        made = len(tokens) - len(prompt)
+        if tokens[-1] in stops and made >= params.min_tokens:
+            return tokens[len(prompt) :], "stop"
+        if made >= params.max_tokens or len(tokens) >= token_limit:
+            return tokens[len(prompt) :], "length"
+
+
+def _digest(tokens: Sequence[int], *more: int) -> int:
+    data = array("q", [*tokens, *more]).tobytes()
+    return int.from_bytes(blake2b(data, digest_size=4).digest(), "little")
+
+
+def _require(condition: bool, message: str) -> None:
+    if not condition:
+        raise Violation(message)
+
+
+@dataclass
+class SymbolicSeat:
+    """What a seat holds on the device."""
+
+    load: SeatLoad
+    history: list[int]
+    table: list[int] = field(default_factory=list)
+    tail: tuple[int, ...] = ()
+    entries: list[int] = field(default_factory=list)  # what its pages must hold
+
+
+@dataclass
+class SymbolicExecutor:
+    """Runs plans on symbols. The hooks let a test interfere where a device could."""
+
+    capabilities: Capabilities
+    mode: str = "interior"
+    max_prefill_tokens: int | None = None
+    during: Callable[[StepPlan], None] | None = None  # while the forward runs
+    fail: Callable[[StepPlan], Exception | None] | None = None
+    writes: Callable[[int, int], bool] = lambda slot, end: True  # whether all layers write a pair
+    finite: Callable[[Row], bool] = lambda row: True
+    plans: list[StepPlan] = field(default_factory=list)
+    closed: bool = False
+
+    def __post_init__(self) -> None:
+        caps = self.capabilities
+        self.slots: list[State | None] = [None] * caps.num_slots
+        self.pages: list[list[int | None]] = [[None] * PAGE_SIZE for _ in range(caps.num_pages)]
+        self.seats: dict[int, SymbolicSeat] = {}
+
+    def close(self) -> None:
+        self.closed = True
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        _require(not self.closed, "a closed executor is asked to run")
+        self.plans.append(plan)
+        self._check_plan(plan)
+        error = self.fail(plan) if self.fail is not None else None
+        if error is not None:
+            self._break(plan)
+            if self.during is not None:
+                self.during(plan)
+            raise error
+        self._prepare(plan)
+        before = {slot: self.slots[slot] for slot in _inputs(plan) if slot is not None}
+        emitted: list[Emitted] = []
+        written: list[Written] = []
+        logprobs: list[RowLogprobs] = []
+        for row in plan.prefill:
+            self._fold(row, before, written, emitted, logprobs, chunk=True)
+        for row in plan.decode:
+            self._fold(row, before, written, emitted, logprobs, chunk=False)
+        if self.during is not None:
+            self.during(plan)
+        for fan_out in plan.fan_outs:
+            source, target = self.seats[fan_out.source], self.seats[fan_out.target]
+            target.tail = source.tail
+            if fan_out.source_page is not None and fan_out.target_page is not None:
+                _require(self.pages[fan_out.target_page] == [None] * PAGE_SIZE, "copy onto content")
+                self.pages[fan_out.target_page] = list(self.pages[fan_out.source_page])
+        return StepResult(
+            step=plan.step,
+            emitted=tuple(emitted),
+            written=tuple(written),
+            prompt_logprobs=tuple(logprobs),
+        )
+
+    # The rules of a plan that need no content.
+
+    def _check_plan(self, plan: StepPlan) -> None:
+        rows = plan.prefill + plan.decode
+        _require(bool(rows), "a step without rows")
+        _require(len({row.seat for row in rows}) == len(rows), "two rows in one seat")
+        outputs = [row.state_out for row in rows]
+        outputs += [export.slot for row in rows for export in row.exports]
+        _require(len(set(outputs)) == len(outputs), "two writes to one slot")
+        inputs = [slot for slot in _inputs(plan) if slot is not None]
+        for row in rows:
+            _require(bool(row.tokens), "a row without tokens")
+            _require((row.state_in is None) == (row.start == 0), "no state, or one too many")
+            readers = inputs.count(row.state_out)
+            own = row.state_in == row.state_out
+            _require(readers == own, f"slot {row.state_out} is read by others while written")
+            for export in row.exports:
+                _require(export.slot not in inputs, "an export overwrites what is read")
+        poisoned = {*plan.poison_slots}
+        _require(not poisoned.intersection(inputs), "a slot is poisoned and read")
+        self._check_budget(plan)
+
+    def _check_budget(self, plan: StepPlan) -> None:
+        if self.max_prefill_tokens is None:
+            return
+        lengths = [len(row.tokens) for row in plan.prefill]
+        lengths += [len(row.tokens) for row in plan.decode if len(row.tokens) > 1]
+        floor = PAGE_SIZE if plan.prefill else 0
+        _require(
+            sum(lengths) <= max(self.max_prefill_tokens, floor) or lengths[:1] == [sum(lengths)],
+            f"{lengths} tokens under a budget of {self.max_prefill_tokens}",
+        )
+
+    # One forward.
+
+    def _prepare(self, plan: StepPlan) -> None:
+        for slot in plan.poison_slots:
+            self.slots[slot] = None
+        for page in plan.poison_pages:
+            self.pages[page] = [None] * PAGE_SIZE
+        for load in plan.seat_loads:
+            self.seats[load.seat] = SymbolicSeat(load, list(load.tokens))
+        for update in plan.page_updates:
+            table = self.seats[update.seat].table
+            _require(update.first == len(table), "a page update leaves a gap, or repeats itself")
+            table.extend(update.pages)
+
+    def _break(self, plan: StepPlan) -> None:
+        """A forward that stopped half way: garbage in everything it may write, nothing prepared."""
+        for row in plan.prefill + plan.decode:
+            for slot in (row.state_out, *(export.slot for export in row.exports)):
+                self.slots[slot] = (VOCAB + 1,)
+        for load in plan.seat_loads:
+            self.seats.pop(load.seat, None)
+
+    def _fold(
+        self,
+        row: Row,
+        before: dict[int, State | None],
+        written: list[Written],
+        emitted: list[Emitted],
+        logprobs: list[RowLogprobs],
+        *,
+        chunk: bool,
+    ) -> None:
+        seat = self.seats.get(row.seat)
+        _require(seat is not None, f"seat {row.seat} was never loaded")
+        assert seat is not None
+        _require(seat.load.request == row.request, f"seat {row.seat} is of {seat.load.request}")
+        state = () if row.state_in is None else before[row.state_in]
+        _require(state is not None, f"{row.request} reads slot {row.state_in}, which holds nothing")
+        assert state is not None
+        known, prompt_len = seat.history, seat.load.prompt_len
+        _require(len(state) == row.start, f"row starts at {row.start}, its state at {len(state)}")
+        _require(
+            state == as_state(known[: row.start], prompt_len), f"{row.request} reads another's"
+        )
+        _require(row.tokens == tuple(known[row.start : row.end]), f"{row.request}: not its tokens")
+        self._check_grid(row, prompt_len, chunk=chunk)
+        after = (*state, *(row.tokens if chunk else (~t for t in row.tokens)))
+        self._write_pages(row, seat, after)
+        self._write_tail(row, seat, after)
+        targets = [(row.state_out, row.end), *((e.slot, e.end) for e in row.exports)]
+        for slot, end in targets:
+            fresh = slot != row.state_in
+            _require(not fresh or self.slots[slot] is None, f"slot {slot} is written, but not free")
+            if self.writes(slot, end):
+                self.slots[slot] = after[:end]
+                written.append(Written(slot, end))
+        self._emit(row, after, emitted, logprobs)
+
+    def _check_grid(self, row: Row, prompt_len: int, *, chunk: bool) -> None:
+        if not chunk:
+            _require(row.start >= prompt_len, "prompt tokens are folded in per-token form")
+            _require(not row.exports, "an export from a row in per-token form")
+            return
+        _require(row.start % PAGE_SIZE == 0, f"a prefill row starts at {row.start}")
+        _require(row.end <= prompt_len, "generated tokens are folded in chunk form")
+        _require(
+            row.end % PAGE_SIZE == 0 or row.end == prompt_len, f"a prefill row ends at {row.end}"
+        )
+        _require(self.mode == "interior" or not row.exports, f"an export in mode {self.mode}")
+        for export in row.exports:
+            _require(
+                row.start < export.end < row.end, f"export at {export.end}, not inside its row"
+            )
+            granularity = self.capabilities.export_granularity
+            _require(export.end % granularity == 0, f"no kernel exports at {export.end}")
+
+    def _write_pages(self, row: Row, seat: SymbolicSeat, after: State) -> None:
+        _require(row.end <= len(seat.table) * PAGE_SIZE, f"{row.request} has no page for its end")
+        tokens, right = as_tokens(after), seat.entries
+        for position in range(len(right), row.end):
+            right.append(_page_entry(tokens, position))
+        for first in range(0, row.end, PAGE_SIZE):
+            page = self.pages[seat.table[first // PAGE_SIZE]]
+            folded = min(max(row.start - first, 0), PAGE_SIZE)
+            end = min(row.end - first, PAGE_SIZE)
+            _require(page[:folded] == right[first : first + folded], f"{row.request}: other's page")
+            _require(
+                page[folded:end] == [None] * (end - folded), f"{row.request} overwrites a page"
+            )
+            page[folded:end] = right[first + folded : first + end]
+
+    def _write_tail(self, row: Row, seat: SymbolicSeat, after: State) -> None:
+        tokens = as_tokens(after)
+        have = seat.tail if row.start % POOL else ()
+        _require(have == tokens[row.start // POOL * POOL : row.start], f"{row.request}: other tail")
+        seat.tail = tokens[row.end // POOL * POOL : row.end]
+
+    def _emit(
+        self, row: Row, after: State, emitted: list[Emitted], logprobs: list[RowLogprobs]
+    ) -> None:
+        tokens = as_tokens(after)
+        if row.prompt_logprobs is not None:
+            follow = list(row.tokens[1:]) + ([] if row.next_token is None else [row.next_token])
+            entries = [
+                TokenLogprob(position=at, token=token, logprob=logprob(tokens[:at], token))
+                for at, token in enumerate(follow, row.start + 1)
+            ]
+            logprobs.append(RowLogprobs(request=row.request, entries=tuple(entries)))
+        for number in row.emit_seats:
+            seat = self.seats[number]
+            _require(seat.history == list(tokens), f"seat {number} of {row.request} draws early")
+            _require(seat.load.request == row.request, f"seat {number} is not of {row.request}")
+            token = draw(tokens, seat.load.params.seed, seat.load.sample_index)
+            seat.history.append(token)
+            emitted.append(Emitted(seat=seat.load.seat, token=token, finite=self.finite(row)))
+
+
+def logprob(before: Sequence[int], token: int) -> float:
+    """A made-up log probability of `token` after `before`."""
+    return -(_digest(before, token) % 1000) / 100
+
+
+def _page_entry(tokens: Sequence[int], position: int) -> int:
+    """What attention stores at `position`: it depends on every token up to there."""
+    # A window is enough to tell one request from another, and keeps long prompts affordable.
+    return hash((position, *tokens[max(0, position - 7) : position + 1]))
+
+
+def _inputs(plan: StepPlan) -> list[int | None]:
+    return [row.state_in for row in plan.prefill + plan.decode]
+
+
+def step_failure(plan: StepPlan) -> StepFailed:
+    """For the `fail` hook: every step fails."""
+    return StepFailed(f"step {plan.step} fails on purpose")
