@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
 from pydantic_settings import (
+    CLI_SUPPRESS,
     BaseSettings,
     CliPositionalArg,
-    CliSuppress,
     PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
@@ -148,7 +148,7 @@ def _engine_fields() -> dict[str, Any]:
     for name, field in PytorchEngineConfig.model_fields.items():
         info = FieldInfo.merge_field_infos(field, description=HELP.get(name))
         kind: Any = field.annotation
-        found[name] = (Annotated[kind, CliSuppress] if name in NOT_SERVED else kind, info)
+        found[name] = (Annotated[kind, CLI_SUPPRESS] if name in NOT_SERVED else kind, info)
     return found
 
 
@@ -201,8 +201,9 @@ def parse(flags: type[_Flags], command: str, argv: Sequence[str]) -> tuple[Any, 
             near = difflib.get_close_matches(name, [*known, *ALIASES], 1)
             raise Refused(f"unknown flag {name}" + (f", did you mean {near[0]}?" if near else ""))
     try:
-        options = {"_cli_prog_name": f"millpond {command}", "_cli_parse_args": list(argv)}
-        made = flags(**options, **_read_file(argv))
+        values = _read_file(argv)
+        values |= {"_cli_prog_name": f"millpond {command}", "_cli_parse_args": list(argv)}
+        made = flags(**values)
     except ValidationError as error:
         raise Refused(explain(error)) from error
     except SettingsError as error:
