@@ -173,16 +173,18 @@ class _View:
         self.id, self.created = request_id, int(time.time())
 
     async def collect(self) -> None:
-        """Take in every piece. Raises `StepFailed` when the engine ended one with an error."""
+        """Take in every piece. Raises when the engine ended one before its end."""
         async with aclosing(self.flight.pieces()) as pieces:
             async for prompt, piece in pieces:
-                if piece.error is not None or piece.finish_reason == "error":
+                if piece.finish_reason in ("error", "abort"):
                     raise self._failed(piece)
                 self.take(prompt, piece)
 
     def _failed(self, piece: Piece) -> StepFailed | Unavailable:
         if not self.service.engine.healthy:
             return Unavailable(f"the engine has failed: {self.service.engine.failure}")
+        if piece.finish_reason == "abort":  # not by its client, who would not read this
+            return Unavailable("the server is shutting down and has ended the request")
         return StepFailed(piece.error or "the request failed")
 
     def take(self, prompt: int, piece: Piece) -> None:
@@ -211,7 +213,7 @@ class _View:
             yield chunk([choice], options.continuous_usage_stats)
         async with aclosing(self.flight.pieces()) as pieces:
             async for prompt, piece in pieces:
-                if piece.error is not None or piece.finish_reason == "error":
+                if piece.finish_reason in ("error", "abort"):
                     yield event(replies.error_of(self._failed(piece)))
                     yield DONE
                     return
@@ -275,7 +277,7 @@ class _Chat(_View):
                 "index": piece.index,
                 "delta": delta,
                 **self._extras(piece),
-                "finish_reason": replies.finish(piece.finish_reason),
+                "finish_reason": piece.finish_reason,
                 "stop_reason": piece.stop_reason,
             }
         ]
@@ -298,7 +300,7 @@ class _Chat(_View):
             "index": index,
             "message": message,
             **self._extras(whole),
-            "finish_reason": replies.finish(pieces[-1].finish_reason),
+            "finish_reason": pieces[-1].finish_reason,
             "stop_reason": pieces[-1].stop_reason,
         }
 
@@ -332,7 +334,7 @@ class _Completion(_View):
         first, self._begun[index] = not self._begun[index], True
         silent = self.body.max_tokens == 0  # only the prompt was asked for
         text, tokens = ("", ()) if silent else (piece.raw, piece.tokens)
-        finish = replies.finish(piece.finish_reason)
+        finish = piece.finish_reason
         choice: dict[str, Any] = {"index": index, "text": text, "logprobs": None}
         answer, shape = self.flight.answers[prompt], self._logprobs[index]
         parts = []

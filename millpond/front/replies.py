@@ -14,8 +14,6 @@ from millpond.front.answer import Answer, TextToken
 from millpond.front.text import Tokenizer
 from millpond.plan.step import TokenLogprob
 
-FINISH = {"abort": "stop"}  # clients know stop and length only
-
 
 def dump(body: Any) -> bytes:
     """JSON; text that is not valid Unicode is escaped instead of failing."""
@@ -63,11 +61,6 @@ def usage(answers: Iterable[Answer]) -> dict[str, Any]:
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": sum(a.cached_tokens for a in answers)},
     }
-
-
-def finish(reason: str | None) -> str | None:
-    """A finish reason that client libraries know."""
-    return None if reason is None else FINISH.get(reason, reason)
 
 
 def envelope(kind: str, request_id: str, model: str, created: int | None = None) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import threading
 import uuid
 from types import FrameType
 
@@ -114,16 +115,23 @@ class _Envelope:
 
 
 class _Server(uvicorn.Server):
-    """Tells the service when shutdown begins, so that new requests are refused meanwhile."""
+    """Drains on the first signal, for a limited time; leaves on the second."""
 
-    def __init__(self, config: uvicorn.Config, service: Service) -> None:
+    def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
         super().__init__(config)
         self._service = service
+        # At the deadline the engine ends what is left, so that clients are told.
+        self._deadline = threading.Timer(drain_seconds, service.engine.close, (False, 10.0))
+        self._deadline.daemon = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """Drain on the first signal, leave on the second."""
-        log.info("signal %d: finishing what runs, refusing what comes", sig)
-        self._service.draining = True
+        """Begin to drain, or leave."""
+        if self.should_exit:
+            self.force_exit = True
+        else:
+            log.info("signal %d: finishing what runs, refusing what comes", sig)
+            self._service.draining = True
+            self._deadline.start()
         super().handle_exit(sig, frame)
 
 
@@ -135,11 +143,11 @@ def serve(service: Service, *, host: str, port: int, drain_seconds: float, log_l
         port=port,
         log_level=log_level.lower(),
         access_log=log_level.upper() == "DEBUG",
-        timeout_graceful_shutdown=max(1, round(drain_seconds)),
+        timeout_graceful_shutdown=round(drain_seconds) + 10,
         timeout_keep_alive=30,
         lifespan="off",
     )
-    server = _Server(config, service)
+    server = _Server(config, service, drain_seconds)
     # uvicorn raises the signal again after it has shut down; an orderly end is a success.
     before = {s: signal.signal(s, _ignore) for s in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import suppress
 
 from millpond.engine.types import (
     Delta,
@@ -33,9 +34,9 @@ class FakeStream:
 
     def put(self, delta: Delta | None) -> None:
         self._queue.put(delta)
-        wake = self._wake
-        if wake is not None:
-            wake()
+        if self._wake is not None:
+            with suppress(RuntimeError):  # the loop that waited is closed
+                self._wake()
 
     def __iter__(self) -> Iterator[Delta]:
         while (delta := self._queue.get()) is not None:
