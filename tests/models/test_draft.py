@@ -1,4 +1,4 @@
-"""What the draft layer's pages hold after the target's own forward, against modules of transformers.
+"""What the draft layer's pages hold after the target's own forward, against transformers.
 
 Entry i is made from the final hidden of token i - 1 (zero before the first) and the embedding of
 token i; GLM keeps latents and pooled keys of it, Qwen a key rotated by i and a value.
@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.models.conftest import Tiny, random_ids
 from tests.support.batches import Bench
+from tests.support.oracle import Tiny, random_ids
 
 TOLERANCE = 1e-4
 

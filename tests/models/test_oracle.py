@@ -1,22 +1,29 @@
-"""Both families against transformers in fp32: logits of every position, however they are reached."""
+"""Both families against transformers in fp32: all logits, however they are reached."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from itertools import combinations
+from collections.abc import Callable, Sequence
+from itertools import combinations, pairwise
 
 import torch
 
-from tests.models.conftest import Tiny, random_ids
 from tests.support.batches import Bench
+from tests.support.oracle import Tiny, random_ids
 
 TOLERANCE = 1e-4  # fp32; transformers' own prefill and decode differ by as much
 GRID = 64
 
 
 def test_a_whole_prompt_gives_the_logits_of_transformers(tiny: Tiny, prompt: list[int]) -> None:
-    bench = tiny.bench()
-    (logits,) = bench.logits([bench.row(0, 0, prompt, None, 0)])
+    logits = prefilled(tiny.bench(), prompt, ())
+    torch.testing.assert_close(logits, tiny.reference(prompt), atol=TOLERANCE, rtol=0)
+
+
+def test_a_tied_head_gives_the_logits_of_transformers(
+    make_tiny: Callable[[str], Tiny], prompt: list[int]
+) -> None:
+    tiny = make_tiny("glm_tied")
+    logits = prefilled(tiny.bench(), prompt, ())
     torch.testing.assert_close(logits, tiny.reference(prompt), atol=TOLERANCE, rtol=0)
 
 
@@ -101,7 +108,7 @@ def test_greedy_text_equals_transformers_over_200_steps(tiny: Tiny) -> None:
 
 
 def test_a_wrong_state_shows_256_tokens_later(tiny: Tiny) -> None:
-    """Pages right, recurrent state of another prompt at 128: otherwise no test here sees a state."""
+    """Pages right, recurrent state of another prompt at 128: else no test here sees a state."""
     ids, other = random_ids(400, 6), random_ids(128, 7)
     bench = tiny.bench()
     (right,) = bench.logits([bench.row(0, 0, ids, None, 0, [(128, 1)])])
@@ -140,6 +147,6 @@ def prefilled(bench: Bench, ids: list[int], cuts: Sequence[int]) -> torch.Tensor
     return torch.cat(
         [
             bench.logits([bench.row(0, a, ids[a:b], 0 if a else None, 0)])[0]
-            for a, b in zip(edges, edges[1:], strict=False)
+            for a, b in pairwise(edges)
         ]
     )
