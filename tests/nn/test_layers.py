@@ -1,0 +1,50 @@
+"""Layers by themselves: rows do not depend on each other, whatever their number."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from millpond.models.weights import Dummy, Weights
+from millpond.nn.linear import Linear, per_head
+from millpond.ops.bind import Bound, bind
+from tests.support.oracle import CPU
+
+ROWS = range(1, 66)
+
+
+@pytest.fixture(scope="module")
+def ops() -> Bound:
+    return bind(CPU)
+
+
+@pytest.fixture
+def weights() -> Weights:
+    return Weights(Dummy(lambda *_: None), dtype=torch.float32, device=CPU)
+
+
+def test_stacked_matrices_give_each_its_own_product(weights: Weights, ops: Bound) -> None:
+    parts = (("a.weight", 24), ("b", 40), ("c.weight", 8))
+    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
+    layer = Linear(weights, parts, 48, ops)
+    for got, (name, rows) in zip(layer.split(x), parts, strict=True):
+        torch.testing.assert_close(got, x @ weights.take(name, (rows, 48)).T)
+        assert got.is_contiguous()
+    first = layer.split_first(x, 2)
+    assert [tuple(part.shape) for part in first] == [(5, 24), (5, 40)]
+    torch.testing.assert_close(first[1], layer.split(x)[1])
+
+
+def test_per_head_products_are_those_of_each_head(ops: Bound) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(s, generator=generator) for s in ((33, 4, 24), (4, 24, 40)))
+    expected = torch.einsum("thk,hkn->thn", x, weight)
+    torch.testing.assert_close(per_head(x, weight, ops), expected)
+
+
+def test_per_head_products_do_not_depend_on_the_number_of_rows(ops: Bound) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(s, generator=generator) for s in ((65, 4, 24), (4, 24, 40)))
+    whole = per_head(x, weight, ops)
+    for rows in ROWS:
+        assert torch.equal(per_head(x[:rows].clone(), weight, ops), whole[:rows]), rows
