@@ -1,0 +1,136 @@
+"""Small random models of both families, from nothing but a configuration; each is built once."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+
+from millpond.memory.layout import ModelLayout
+from millpond.models.base import Model, describe, load
+from millpond.ops.bind import bind
+from millpond.runtime.worker import Worker
+from tests.support.recording import RecordingExecutor, Truth
+
+CPU = torch.device("cpu")
+VOCAB = 96
+MAX_POSITION = 1024
+
+GLM: dict[str, Any] = dict(
+    model_type="glm5_next_text",
+    vocab_size=VOCAB,
+    hidden_size=64,
+    num_hidden_layers=4,
+    num_nextn_predict_layers=1,
+    intermediate_size=96,
+    moe_intermediate_size=32,
+    n_routed_experts=4,
+    n_shared_experts=1,
+    num_experts_per_tok=2,
+    routed_scaling_factor=2.5,
+    norm_topk_prob=True,
+    layer_types=["linear_attention"] * 2 + ["deepseek_sparse_attention", "linear_attention"],
+    mlp_layer_types=["dense", "dense", "sparse", "dense"],
+    linear_attn_config=dict(
+        num_heads=2, head_dim=32, short_conv_kernel_size=4, gate_lower_bound=-5.0
+    ),
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    q_lora_rank=32,
+    kv_lora_rank=32,
+    qk_nope_head_dim=32,
+    qk_rope_head_dim=0,
+    v_head_dim=32,
+    index_n_heads=16,
+    index_head_dim=16,
+    index_topk=64,  # sparse from token 68 on
+    index_kpool=4,
+    hc_mult=2,
+    hc_sinkhorn_iters=4,
+    hc_eps=1e-6,
+    swiglu_limit=10.0,
+    rms_norm_eps=1e-5,
+    max_position_embeddings=MAX_POSITION,
+    tie_word_embeddings=True,
+    eos_token_id=[VOCAB - 1],
+)
+QWEN: dict[str, Any] = dict(
+    model_type="qwen3_5_moe_text",
+    vocab_size=VOCAB,
+    hidden_size=64,
+    num_hidden_layers=4,
+    mtp_num_hidden_layers=1,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=16,
+    linear_value_head_dim=16,
+    linear_conv_kernel_dim=4,
+    layer_types=["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+    num_experts=4,
+    num_experts_per_tok=2,
+    moe_intermediate_size=32,
+    shared_expert_intermediate_size=32,
+    rms_norm_eps=1e-6,
+    hidden_act="silu",
+    attn_output_gate=True,
+    rope_parameters=dict(rope_type="default", rope_theta=1e4, partial_rotary_factor=0.25),
+    max_position_embeddings=MAX_POSITION,
+    tie_word_embeddings=True,
+    eos_token_id=VOCAB - 1,
+)
+FAMILIES = {"glm": GLM, "qwen": QWEN}
+
+
+@dataclass(frozen=True)
+class Built:
+    """A model and what a worker needs to know of it."""
+
+    model: Model
+    layout: ModelLayout
+    export_granularity: int
+
+
+@cache
+def built(family: str) -> Built:
+    """The family's model, weights drawn from a fixed seed."""
+    with TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(FAMILIES[family]))
+        description = describe(Path(folder))
+        ops = bind(CPU)
+        model = load(description, ops, dtype=torch.float32, device=CPU, load_format="dummy", seed=3)
+        return Built(model, description.layout(torch.float32), ops.export_granularity)
+
+
+def executor(
+    family: str,
+    truth: Truth,
+    where: str,
+    *,
+    num_slots: int = 24,
+    num_pages: int = 64,
+    num_seats: int = 8,
+) -> RecordingExecutor:
+    """A fresh rank with poisoned arenas."""
+    found = built(family)
+    worker = Worker(
+        found.model,
+        found.layout,
+        device=CPU,
+        num_slots=num_slots,
+        num_pages=num_pages,
+        num_seats=num_seats,
+        vocab_size=VOCAB,
+        max_position=MAX_POSITION,
+        export_granularity=found.export_granularity,
+        eos_token_ids=(VOCAB - 1,),
+        debug_poison=True,
+    )
+    return RecordingExecutor(worker, truth, where)

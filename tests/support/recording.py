@@ -1,0 +1,142 @@
+"""An executor that keeps the bytes of every state and page a step leaves, named by their tokens.
+
+Two runs that fold the same tokens in the same form must leave the same bytes, whatever else
+differed: the batch, the cut of the prompt, where it resumed, which slots it was given.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from millpond.errors import StepFailed
+from millpond.executor.uni import UniExecutor
+from millpond.memory.arena import Arena, Arenas
+from millpond.plan.step import PAGE_SIZE, Capabilities, Row, StepPlan, StepResult
+from millpond.runtime.worker import Worker
+from tests.support.counting import CountWrites, changed_entries, snapshot
+
+Key = tuple[str, int, tuple[int, ...]]
+"""What holds bytes (state or page), how many tokens of it are a prompt's, and all tokens folded."""
+
+
+@dataclass
+class Truth:
+    """Bytes by key, of all runs that share it, and where two of them differ."""
+
+    digests: dict[Key, tuple[bytes, str]] = field(default_factory=dict)
+    differences: list[str] = field(default_factory=list)
+    num_compared: int = 0
+
+    def note(self, key: Key, entry: torch.Tensor, where: str) -> None:
+        """One run left `entry` under `key`."""
+        digest = hashlib.sha256(entry.numpy().tobytes()).digest()
+        known, first = self.digests.setdefault(key, (digest, where))
+        self.num_compared += first != where
+        if known != digest:
+            what, prompt, tokens = key
+            self.differences.append(
+                f"{what} at {len(tokens)} ({prompt} of them prompt): {where} differs from {first}"
+            )
+
+
+class RecordingExecutor:
+    """Runs plans inline; notes what each wrote, and that it wrote nothing else."""
+
+    def __init__(self, worker: Worker, truth: Truth, where: str) -> None:
+        self.worker = worker
+        self.truth = truth
+        self.where = where
+        self.plans: list[StepPlan] = []
+        self.bytes_beyond: list[str] = []  # writes that no row of the plan asked for
+        self.fail_at: int | None = None  # the number of a call that runs and is then called failed
+        self.slot_bytes_written = 0  # poison left out
+        self._left: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._inner = UniExecutor(worker)
+        self._known: dict[int, tuple[list[int], int]] = {}  # by seat: its tokens, prompt length
+
+    @property
+    def arenas(self) -> Arenas:
+        """The arenas of the one rank."""
+        return self.worker.runner.arenas
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Those of the executor within."""
+        return self._inner.capabilities
+
+    def close(self) -> None:
+        """Nothing to give back."""
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run, compare, note."""
+        self.look_between_steps()
+        before = snapshot(self.arenas.slots)
+        with CountWrites(self.arenas.slots) as count:
+            result = self._inner.execute(plan)
+        self._audit_writes(plan, before, count.num_bytes)
+        self._left = (snapshot(self.arenas.slots), snapshot(self.arenas.pages))
+        self.plans.append(plan)
+        if len(self.plans) == self.fail_at:
+            raise StepFailed("planted")
+        for load in plan.seat_loads:
+            self._known[load.seat] = (list(load.tokens), load.prompt_len)
+        for row in plan.prefill + plan.decode:
+            self._note(row, row in plan.prefill, result)
+        return result
+
+    def look_between_steps(self) -> None:
+        """Between two steps, where states are published and freed, no byte may move."""
+        if self._left is None:
+            return
+        for arena, left in zip((self.arenas.slots, self.arenas.pages), self._left, strict=True):
+            if not torch.equal(arena.storage, left):
+                self.bytes_beyond.append(f"bytes moved after step {self.plans[-1].step}")
+
+    def _audit_writes(self, plan: StepPlan, before: torch.Tensor, num_bytes: int) -> None:
+        """Slots change only where the plan says so, and each of its outputs is written once."""
+        rows = plan.prefill + plan.decode
+        outputs = [*(r.state_out for r in rows), *(e.slot for r in rows for e in r.exports)]
+        changed = changed_entries(self.arenas.slots, before)
+        for slot in set(changed) - {*outputs, *plan.poison_slots}:
+            self.bytes_beyond.append(f"step {plan.step} changed slot {slot}, which it does not own")
+        spec = self.arenas.slots.spec
+        asked = len(outputs) * sum(t.num_bytes for t in spec.tensors)
+        poison = len(plan.poison_slots) * spec.num_bytes
+        self.slot_bytes_written += num_bytes - poison
+        if num_bytes != asked + poison:
+            self.bytes_beyond.append(
+                f"step {plan.step} wrote {num_bytes - poison} bytes of slots, its outputs are {asked}"
+            )
+
+    def _note(self, row: Row, chunked: bool, result: StepResult) -> None:
+        tokens, prompt_len = self._known[row.seat]
+        del tokens[row.start + len(row.tokens) :]
+        tokens[row.start :] = row.tokens
+        written = {(w.slot, w.end) for w in result.written}
+        outputs = [(row.state_out, row.end), *((e.slot, e.end) for e in row.exports)]
+        for slot, end in outputs:
+            if (slot, end) in written:
+                self._note_entry("state", self.arenas.slots, slot, tokens[:end], prompt_len, row)
+        table = self.worker.runner.staging.page_table[row.seat].tolist()
+        for index in range(row.start // PAGE_SIZE, row.end // PAGE_SIZE):
+            prefix = tokens[: (index + 1) * PAGE_SIZE]
+            self._note_entry("page", self.arenas.pages, table[index], prefix, prompt_len, row)
+
+    def _note_entry(
+        self, what: str, arena: Arena, entry: int, tokens: list[int], prompt_len: int, row: Row
+    ) -> None:
+        prompt = min(prompt_len, len(tokens))
+        where = f"{self.where}, {row.request} rows {row.start}..{row.end}"
+        self.truth.note((what, prompt, tuple(tokens)), arena.storage[entry], where)
+
+    @property
+    def num_exports(self) -> int:
+        """Exports of all plans so far."""
+        return sum(len(r.exports) for r in self._rows())
+
+    def _rows(self) -> Iterable[Row]:
+        return (r for plan in self.plans for r in plan.prefill + plan.decode)
