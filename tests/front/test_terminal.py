@@ -1,0 +1,113 @@
+"""The conversation in the terminal, and the doctor's tables."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections.abc import Iterator
+
+import pytest
+from rich.console import Console
+
+from millpond import GenerationConfig, Pipeline, PytorchEngineConfig
+from millpond.front import doctor, terminal
+from millpond.front.compose import plan_model
+from millpond.front.plan import line, table
+from millpond.front.terminal import Chat
+from millpond.front.text import Tokenizer
+from tests.front.conftest import BUNDLED, make_service
+
+WISH = GenerationConfig(max_new_tokens=64)
+
+
+@pytest.fixture
+def pipe(tokenizer: Tokenizer) -> Iterator[Pipeline]:
+    with Pipeline(make_service(tokenizer, "Add.</think>4 [b]é[/b].")) as made:
+        yield made
+
+
+def talk(pipe: Pipeline, *lines: str, **options: object) -> tuple[str, Chat]:
+    out = io.StringIO()
+    chat = Chat(pipe, WISH, console=Console(file=out, soft_wrap=True), **options)  # type: ignore[arg-type]
+    typed = iter(lines)
+
+    def read(prompt: str) -> str:
+        try:
+            return next(typed)
+        except StopIteration:
+            raise EOFError from None
+
+    assert chat.run(read) == 0
+    return out.getvalue(), chat
+
+
+def test_a_conversation_keeps_its_history(pipe):
+    out, chat = talk(pipe, "one", "", "two", "/quit", "never read")
+    assert out == "4 [b]é[/b].\n" * 2  # not read as markup
+    assert [m["role"] for m in chat.messages] == ["user", "assistant"] * 2
+    assert chat.messages[1]["reasoning_content"] == "Add."
+    first, second = pipe.service.engine.requests
+    assert second.tokens[: len(first.tokens)] == first.tokens
+
+
+def test_commands_are_not_sent_to_the_model(pipe, capsys):
+    out, chat = talk(pipe, "/help", "/reasoning", "one", "/reset", "/system Be brief.", "/nonsense")
+    assert out == "Add.4 [b]é[/b].\n"
+    assert chat.messages == []
+    assert len(pipe.service.engine.requests) == 1
+    assert "/quit" in capsys.readouterr().err
+
+
+def test_a_system_message_leads(pipe):
+    talk(pipe, "/system Be brief.", "one")
+    prompt = pipe.tokenizer.decode(
+        pipe.service.engine.requests[0].tokens, skip_special_tokens=False
+    )
+    assert "<|system|>Be brief.<|user|>one" in prompt
+
+
+def test_an_error_is_told_and_forgotten(pipe, capsys):
+    pipe.service.engine.fault = "not finite"
+    _, chat = talk(pipe, "one")
+    assert chat.messages == []
+    assert "not finite" in capsys.readouterr().err
+
+
+def test_one_question_prints_one_answer(pipe, capsys):
+    assert terminal.ask(pipe, "one", WISH, system=None, reasoning=False) == 0
+    assert capsys.readouterr().out == "4 [b]é[/b].\n"
+    pipe.service.engine.fault = "no"
+    assert terminal.ask(pipe, "one", WISH, system=None, reasoning=False) == 1
+
+
+# The doctor.
+
+
+def test_the_plan_says_what_fits_and_what_can_be_reused():
+    planned = plan_model(None, PytorchEngineConfig(max_batch_size=4, prefill_save_alignment=512))
+    out = io.StringIO()
+    Console(file=out, width=120).print(table(planned.resolved, planned.facts))
+    for text in (out.getvalue(), line(planned.resolved, planned.facts)):
+        assert "512 tokens" in text
+        assert "millpond-tiny-glm" in text
+        assert "8192" in text.replace(",", "")
+    assert "weights" in out.getvalue()
+
+
+def test_the_doctor_needs_no_more_than_a_configuration(tmp_path, capsys):
+    path = tmp_path / "big" / "other-name.json"
+    path.parent.mkdir()
+    path.write_text((BUNDLED / "config.json").read_text())
+    assert doctor.run(str(path), PytorchEngineConfig()) == 0
+    out = capsys.readouterr().out
+    assert "big on cpu" in out
+    assert "verdict" in out
+
+
+def test_the_doctor_says_why_a_model_cannot_be_served(tmp_path, capsys):
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({"model_type": "unheard_of"}))
+    assert doctor.run(str(path), PytorchEngineConfig()) == 1
+    assert "unheard_of" in capsys.readouterr().out
+    assert doctor.run(None, PytorchEngineConfig(tp=2)) == 1
+    assert "tp=2" in capsys.readouterr().out
