@@ -290,12 +290,14 @@ class World(RuleBasedStateMachine):
             self.settle(request)
 
     @precondition(some("idle"))
-    @rule(pick=picks, more=few_tokens)
-    def decode(self, pick: int, more: Tokens) -> None:
+    @rule(pick=picks, more=few_tokens, fails=st.booleans())
+    def decode(self, pick: int, more: Tokens, fails: bool) -> None:
         request = self.pick(self.idle, pick)
         for token in more:
             if self.plan_step(request, (token,), 1, export=False):
                 self.commit_step(request, set())
+        if fails and self.plan_step(request, (0,), 1, export=False):
+            self.fail_step(request)
 
     def plan_step(self, request: Request, more: Tokens, cut: int, *, export: bool) -> bool:
         request.todo = request.todo or more
@@ -345,7 +347,9 @@ class World(RuleBasedStateMachine):
     @rule(pick=picks)
     def fail(self, pick: int) -> None:
         """The forward failed somewhere: whatever it was to write may be anything now."""
-        request = self.pick(self.stepping, pick)
+        self.fail_step(self.pick(self.stepping, pick))
+
+    def fail_step(self, request: Request) -> None:
         row = request.row
         assert row is not None
         for slot in (row.state_out, *(slot for _, slot in row.exports)):
