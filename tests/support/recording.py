@@ -109,7 +109,7 @@ class RecordingExecutor:
         self.slot_bytes_written += num_bytes - poison
         if num_bytes != asked + poison:
             self.bytes_beyond.append(
-                f"step {plan.step} wrote {num_bytes - poison} bytes of slots, its outputs are {asked}"
+                f"step {plan.step} wrote {num_bytes - poison} bytes of slots, not {asked}"
             )
 
     def _note(self, row: Row, chunked: bool, result: StepResult) -> None:
