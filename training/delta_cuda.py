@@ -45,23 +45,27 @@ def _backward(
     d = tl.arange(0, D)
     tile = d[:, None] * D + d[None, :]
     d_state = tl.zeros([D, D], tl.float32)
+    after = tl.zeros([D, D], tl.float32)
+    coming = tl.zeros([D, D], tl.float32)
+    if first < end:
+        at = (end - 1) * H + head
+        after = tl.load(states + at.to(tl.int64) * D * D + tile)
+        coming = tl.load(states + tl.maximum(at - H, head).to(tl.int64) * D * D + tile)
     for step in range(0, end - first):
         t = end - 1 - step
         at = t * H + head
+        before = tl.where(t > first, coming, 0.0)
+        coming = tl.load(states + tl.maximum(at - 2 * H, head).to(tl.int64) * D * D + tile)
         b_q = tl.load(q + at * D + d)
         b_k = tl.load(k + at * D + d)
         b_v = tl.load(v + at * D + d)
         b_g = tl.load(g + at * D + d)
         b_do = tl.load(d_out + at * D + d)
         b_beta = tl.load(beta + at)
-        state = tl.load(states + at.to(tl.int64) * D * D + tile)
-        before = tl.load(
-            states + (at - H).to(tl.int64) * D * D + tile, mask=(tile >= 0) & (t > first), other=0.0
-        )
         decayed = before * tl.exp(b_g)[:, None]
         gap = b_v - tl.sum(decayed * b_k[:, None], 0)
         error = b_beta * gap
-        tl.store(d_q + at * D + d, tl.sum(state * b_do[None, :], 1))
+        tl.store(d_q + at * D + d, tl.sum(after * b_do[None, :], 1))
         d_state += b_q[:, None] * b_do[None, :]
         d_error = tl.sum(d_state * b_k[:, None], 0)
         d_gap = b_beta * d_error
@@ -72,6 +76,7 @@ def _backward(
         d_state -= b_k[:, None] * d_gap[None, :]
         tl.store(d_g + at * D + d, tl.sum(d_state * decayed, 1))
         d_state *= tl.exp(b_g)[:, None]
+        after = before
 
 
 class DeltaRule(torch.autograd.Function):

@@ -31,11 +31,12 @@ class Indexer(nn.Module):
         """Queries [N, heads, dim], head weights [N, heads], pooled keys [N / pool, dim]."""
         s = self.shape
         query = F.linear(r, self.wq_b).view(-1, s.index_heads, s.index_dim)
-        key = self.k_norm(F.linear(x, self.wk)).view(-1, s.pool, s.index_dim)
-        gate = F.linear(x, self.index_kpool_compress_gate).view(-1, s.pool, s.index_dim)
+        maps = torch.cat([self.wk, self.index_kpool_compress_gate, self.weights_proj])
+        key, gate, weight = F.linear(x, maps).split([s.index_dim, s.index_dim, s.index_heads], -1)
+        key = self.k_norm(key).view(-1, s.pool, s.index_dim)
+        gate = gate.reshape(-1, s.pool, s.index_dim)
         share = torch.softmax(gate + self.index_kpool_compress_ape, 1)
-        weight = F.linear(x, self.weights_proj) * s.index_heads**-0.5
-        return query, weight, (share * key).sum(1)
+        return query, weight * s.index_heads**-0.5, (share * key).sum(1)
 
 
 def scores(shape: Shape, query: Tensor, weight: Tensor, pools: Tensor) -> Tensor:

@@ -13,6 +13,7 @@ from training import indexer
 from training.batch import Batch
 from training.delta import CLEAR, delta_rule
 from training.shape import Shape
+from training.sinkhorn import sinkhorn
 
 
 def parameter(*size: int, std: float = 0.02) -> nn.Parameter:
@@ -31,6 +32,12 @@ class Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x.to(Linear.dtype), self.weight.to(Linear.dtype)).float()
+
+
+def joint(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
+    """Several maps of one input as one product."""
+    weight = torch.cat([m.weight for m in maps]).to(Linear.dtype)
+    return F.linear(x.to(Linear.dtype), weight).float().split([len(m.weight) for m in maps], -1)
 
 
 class RMSNorm(nn.Module):
@@ -69,11 +76,7 @@ class HyperConnection(nn.Module):
         pre = torch.sigmoid(mix[:, :n] * self.scale[0] + self.base[:n]) + s.hc_eps
         post = 2 * torch.sigmoid(mix[:, n : 2 * n] * self.scale[1] + self.base[n : 2 * n])
         comb = (mix[:, 2 * n :] * self.scale[2] + self.base[2 * n :]).view(-1, n, n)
-        comb = torch.softmax(comb, -1) + s.hc_eps
-        comb = comb / (comb.sum(-2, keepdim=True) + s.hc_eps)
-        for _ in range(s.sinkhorn - 1):
-            comb = comb / (comb.sum(-1, keepdim=True) + s.hc_eps)
-            comb = comb / (comb.sum(-2, keepdim=True) + s.hc_eps)
+        comb = sinkhorn(torch.softmax(comb, -1) + s.hc_eps, s.sinkhorn, s.hc_eps)
         return (pre[..., None] * x).sum(1), post, comb
 
 
@@ -99,7 +102,7 @@ class Mlp(nn.Module):
         self.down_proj = Linear(width, shape.hidden, 0.3)
 
     def forward(self, x: Tensor) -> tuple[Tensor, None]:
-        return self.down_proj(swiglu(self.gate_proj(x), self.up_proj(x), self.limit)), None
+        return self.down_proj(swiglu(*joint(x, self.gate_proj, self.up_proj), self.limit)), None
 
 
 class Router(nn.Module):
@@ -169,7 +172,9 @@ class KimiDelta(nn.Module):
     def before(self, x: Tensor, pos: Tensor, clear: Tensor) -> tuple[Tensor, ...]:
         """q, k, v, g [N, H, D] and beta [N, H] for the delta rule; the output gate [N, H, D]."""
         s = self.shape
-        qkv = torch.cat([self.q_proj(x), self.k_proj(x), self.v_proj(x)], -1)
+        maps = (self.q_proj, self.k_proj, self.v_proj, self.f_a_proj, self.g_a_proj, self.b_proj)
+        *parts, f_a, g_a, b = joint(x, *maps)
+        qkv = torch.cat(parts, -1)
         mixed = qkv * self.conv[:, -1]
         for back in range(1, s.conv):
             earlier = F.pad(qkv, (0, 0, back, 0))[: len(qkv)]
@@ -178,11 +183,11 @@ class KimiDelta(nn.Module):
         q, k, v = F.silu(mixed).view(-1, 3, s.heads, s.head_dim).unbind(1)
         q = q * torch.rsqrt(q.square().sum(-1, keepdim=True) + 1e-6) * s.head_dim**-0.5
         k = k * torch.rsqrt(k.square().sum(-1, keepdim=True) + 1e-6)
-        raw = (self.f_b_proj(self.f_a_proj(x)) + self.dt_bias).view(-1, s.heads, s.head_dim)
+        raw = (self.f_b_proj(f_a) + self.dt_bias).view(-1, s.heads, s.head_dim)
         g = s.gate_lower_bound * torch.sigmoid(self.A_log.exp()[:, None] * raw)
         g = torch.where(clear[:, None, None], CLEAR, g)
-        gate = self.g_b_proj(self.g_a_proj(x)).view(-1, s.heads, s.head_dim)
-        return q, k, v, g, torch.sigmoid(self.b_proj(x)), gate
+        gate = self.g_b_proj(g_a).view(-1, s.heads, s.head_dim)
+        return q, k, v, g, torch.sigmoid(b), gate
 
     def after(self, out: Tensor, gate: Tensor) -> Tensor:
         """Gated norm and output map: [N, D]."""
@@ -207,9 +212,10 @@ class Latent(nn.Module):
     def before(self, x: Tensor) -> tuple[Tensor, ...]:
         """q, k, v [N, H, D], then what the indexer reads, cut off from the gradient."""
         s = self.shape
-        r = self.q_a_layernorm(self.q_a_proj(x))
+        q_a, kv_a = joint(x, self.q_a_proj, self.kv_a_proj_with_mqa)
+        r = self.q_a_layernorm(q_a)
         q = self.q_b_proj(r).view(-1, s.heads, s.head_dim)
-        c = self.kv_a_layernorm(self.kv_a_proj_with_mqa(x))
+        c = self.kv_a_layernorm(kv_a)
         k, v = self.kv_b_proj(c).view(-1, s.heads, 2, s.head_dim).unbind(2)
         return q, k, v, *self.indexer(x.detach(), r.detach())
 
@@ -322,7 +328,7 @@ class Model(nn.Module):
         mask = batch.mask()
         loads: list[Tensor] = []
         losses: list[Tensor] = []
-        x = self.embed_tokens[batch.ids][:, None].expand(-1, self.shape.streams, -1)
+        x = F.embedding(batch.ids, self.embed_tokens)[:, None].repeat(1, self.shape.streams, 1)
         for layer in self.layers:
             if isinstance(layer.self_attn, KimiDelta):
                 post, comb, (*parts, gate) = layer.open(x, batch.pos, clear)
@@ -339,7 +345,7 @@ class Model(nn.Module):
         made: list[Tensor] = []
         for step in range(drafts):
             ahead = torch.roll(batch.ids, -1 - step)
-            z, parts = self.draft.open(self.embed_tokens[ahead], made[-1] if made else hidden)
+            z, parts = self.draft.open(F.embedding(ahead, self.embed_tokens), made[-1] if made else hidden)
             out, loss = self._attend(parts, mask, batch, sparse, None if step else queries)
             losses.append(loss)
             row, load = self.draft.close(z, out)
