@@ -3,8 +3,8 @@
 python bench/engine/throughput.py [--model DIR] [--prompt 4000] [--batches 1 32] [--tokens 64]
     [--trials 3] [--threads N]
 
-Runs the engine by hand on the inline executor: fixed seeds, no tokenizer, no HTTP. Times are medians
-of wall clock; the header names machine, versions and how busy the machine was.
+Runs the engine by hand on the inline executor: fixed seeds, no tokenizer, no HTTP. Medians
+of wall clock; the header names machine, versions and how busy the machine was before.
 """
 
 from __future__ import annotations
