@@ -141,10 +141,11 @@ def normalise(message: Mapping[str, Any], index: int = 0) -> dict[str, Any]:
     thought = made.pop("reasoning", None)
     if role == "assistant" and isinstance(thought, str):
         made.setdefault("reasoning_content", thought)
-    if not made.get("tool_calls"):
-        made.pop("tool_calls", None)
-    else:
-        made["tool_calls"] = [_call(c, where) for c in made["tool_calls"]]
+    calls = made.pop("tool_calls", None)
+    if calls:
+        if not isinstance(calls, list | tuple):
+            raise Rejected(f"{where}.tool_calls must be a list", param="messages")
+        made["tool_calls"] = [_call(c, where) for c in calls]
     return made
 
 

@@ -65,6 +65,7 @@ def test_json_in_templates_is_not_escaped_for_html():
         [{"role": "user", "content": [{"type": "text"}]}],
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
         [{"role": "assistant", "tool_calls": ["x"]}],
+        [{"role": "assistant", "tool_calls": 1}],
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
     ],
 )
