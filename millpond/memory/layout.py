@@ -54,12 +54,13 @@ class EntrySpec:
 class ModelLayout:
     """The three kinds of entries a model needs; computable from its configuration alone.
 
-    slot  per linear layer `recurrent` [H, V, K] fp32 and `conv` [channels, width - 1] model dtype; once
-          `boundary_hidden` [hidden] model dtype (layer -1), the target's final hidden at end - 1.
-    page  per attention layer, the draft layer included: `key`/`value` [kv_heads, 64, D], or `latent`
-          [64, C] and `pooled` [64 / pool, index_dim]; model dtype.
-    seat  per indexed layer, the draft layer included: `tail` [pool, 2, index_dim] raw keys and gates of
-          the unfinished pool, by position modulo the pool.
+    slot  per linear layer `recurrent` [H, V, K] fp32 and `conv` [channels, width - 1] model dtype;
+          once `boundary_hidden` [hidden] model dtype (layer -1): the target's final hidden at
+          end - 1.
+    page  per attention layer, the draft layer included: `key`/`value` [kv_heads, 64, D], or
+          `latent` [64, C] and `pooled` [64 / pool, index_dim]; model dtype.
+    seat  per indexed layer, the draft layer included: `tail` [pool, 2, index_dim] raw keys and
+          gates of the unfinished pool, by position modulo the pool.
     """
 
     slot: EntrySpec

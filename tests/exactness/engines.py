@@ -49,27 +49,44 @@ class Served:
     engine: Engine
 
 
-def serve(family: str, house: House, asks: Sequence[Ask], truth: Truth, where: str) -> Served:
-    """Serve `asks` to the end; fails when the engine leaks, audits wrongly or ends one in error."""
+def make_engine(
+    family: str,
+    truth: Truth,
+    where: str,
+    *,
+    num_slots: int = 24,
+    num_pages: int = 64,
+    num_seats: int = 8,
+    settings: dict[str, Any] | None = None,
+) -> tuple[Engine, RecordingExecutor]:
+    """A fresh engine on a fresh rank, audited and poisoned."""
     found = executor(
-        family,
-        truth,
-        where,
-        num_slots=house.num_slots,
-        num_pages=house.num_pages,
-        num_seats=house.num_seats,
+        family, truth, where, num_slots=num_slots, num_pages=num_pages, num_seats=num_seats
     )
     given: dict[str, Any] = {
-        "max_batch_size": house.num_seats,
+        "max_batch_size": num_seats,
         "max_prefill_tokens": 256,
         "session_len": MAX_POSITION,
         "checkpoint_budget": 8,
         "eos_token_ids": (VOCAB - 1,),
         "debug_audit": True,
         "debug_poison": True,
-        **house.settings,
+        **(settings or {}),
     }
-    engine = Engine(EngineSettings(**given), found)
+    return Engine(EngineSettings(**given), found), found
+
+
+def serve(family: str, house: House, asks: Sequence[Ask], truth: Truth, where: str) -> Served:
+    """Serve `asks` to the end; fails when the engine leaks, audits wrongly or ends one in error."""
+    engine, found = make_engine(
+        family,
+        truth,
+        where,
+        num_slots=house.num_slots,
+        num_pages=house.num_pages,
+        num_seats=house.num_seats,
+        settings=house.settings,
+    )
     found.fail_at = house.fail_at
     streams: dict[int, RequestStream] = {}
     step = 0

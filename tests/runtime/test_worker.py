@@ -1,0 +1,105 @@
+"""From a model directory to something that runs plans."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import millpond
+from millpond.errors import Refused
+from millpond.models.base import describe
+from millpond.plan.sampling import SamplingParams
+from millpond.plan.step import PageUpdate, Row, SeatLoad, StepPlan
+from millpond.runtime.worker import Worker, load, model_facts
+from millpond.state.lease import PageId, Seat, SlotId
+
+BUNDLED = Path(millpond.__file__).parent / "bundled" / "millpond-tiny-glm"
+
+
+def small(**given: Any) -> Worker:
+    return load(
+        BUNDLED, **{"device": "cpu", "num_slots": 3, "num_pages": 4, "num_seats": 2, **given}
+    )
+
+
+def first_token(worker: Worker) -> int:
+    tokens = (5, 6, 7, 8)
+    seat_load = SeatLoad(
+        seat=Seat(1),
+        request="r",
+        sample_index=0,
+        params=SamplingParams(max_tokens=1, temperature=0.0),
+        tokens=tokens,
+        prompt_len=4,
+    )
+    row = Row(
+        request="r",
+        seat=Seat(1),
+        start=0,
+        tokens=tokens,
+        state_in=None,
+        state_out=SlotId(2),
+        emit_seats=(Seat(1),),
+    )
+    plan = StepPlan(
+        step=1,
+        seat_loads=(seat_load,),
+        page_updates=(PageUpdate(Seat(1), 0, (PageId(3),)),),
+        prefill=(row,),
+    )
+    (emitted,) = worker.execute(plan).emitted
+    assert emitted.finite
+    return emitted.token
+
+
+def test_capabilities_come_from_the_model_the_pool_and_the_bound_ops() -> None:
+    facts = small(session_len=1000).capabilities
+    assert (facts.num_slots, facts.num_pages, facts.num_seats) == (3, 4, 2)
+    assert (facts.vocab_size, facts.max_position, facts.export_granularity) == (2048, 1000, 64)
+    assert small().capabilities.max_position == 8192
+
+
+def test_a_step_runs_in_every_dtype_that_is_offered() -> None:
+    for dtype in ("float32", "bfloat16", "float16"):
+        worker = small(dtype=dtype, debug_poison=True)
+        hidden = worker.runner.arenas.slots.view(-1, "boundary_hidden")
+        assert hidden.dtype == getattr(torch, dtype)
+        assert 0 <= first_token(worker) < 2048
+
+
+def test_dummy_weights_are_the_same_every_time_and_not_the_trained_ones(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((BUNDLED / "config.json").read_text())
+    sizes = {"device": "cpu", "num_slots": 3, "num_pages": 4, "num_seats": 2}
+    made = [load(tmp_path, load_format="dummy", **sizes) for _ in range(2)]  # type: ignore[arg-type]
+    assert len({first_token(worker) for worker in made}) == 1
+    with pytest.raises(Refused, match="safetensors"):
+        load(tmp_path, **sizes)  # type: ignore[arg-type]
+
+
+def test_a_session_longer_than_the_model_is_refused_with_both_numbers() -> None:
+    with pytest.raises(Refused, match=r"9000.*8192"):
+        small(session_len=9000)
+
+
+def test_an_unknown_model_or_backend_is_refused_by_name(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "abacus"}))
+    with pytest.raises(Refused, match="abacus"):
+        load(tmp_path, device="cpu", num_slots=1, num_pages=1, num_seats=1)
+    with pytest.raises(Refused, match="flash_kda"):
+        small(kda_prefill_backend="flash_kda")
+
+
+def test_facts_count_the_bytes_that_are_then_allocated() -> None:
+    facts = model_facts(describe(BUNDLED), dtype="float32", device="cpu")
+    arenas = small(dtype="float32").runner.arenas
+    assert arenas.slots.storage.shape == (3, facts.slot_bytes)
+    assert arenas.pages.storage.shape == (4, facts.page_bytes)
+    assert arenas.seats.storage.shape == (2, facts.seat_bytes)
+    assert facts.max_position == 8192
+    halved = model_facts(describe(BUNDLED), dtype="bfloat16", device="cpu")
+    assert halved.page_bytes < facts.page_bytes
+    assert halved.weight_bytes < facts.weight_bytes
