@@ -5,11 +5,11 @@ The only module that may read the environment. It reads none: no variable change
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from millpond.errors import Refused
 
@@ -172,35 +172,18 @@ class Resolved:
     notes: tuple[str, ...]
 
 
-def explain(error: ValidationError) -> str:
-    """One line that names every wrong field, without the input's whole text."""
-    parts = []
-    for problem in error.errors(include_url=False, include_context=False):
-        where = ".".join(str(p) for p in problem["loc"] if not str(p).startswith("function-"))
-        parts.append(f"{where}: {problem['msg']}" if where else str(problem["msg"]))
-    return "; ".join(parts)
-
-
 def parse_memory(value: str | int | float, available: int) -> int:
     """Bytes meant by "8GiB", by a number of bytes, or by a share (0 < x <= 1) of `available`."""
-    text = str(value).strip().lower().replace("_", "")
-    digits = text.rstrip("kmgtib ")
-    unit = text[len(digits) :].strip()
-    if text.endswith("%"):
-        digits, unit = text[:-1], "%"
-    try:
-        number = float(digits)
-    except ValueError:
-        number = -1.0
-    share = number / 100 if unit == "%" else number
-    if unit in ("", "%") and 0 < share <= 1 and (unit or "." in text or isinstance(value, float)):
-        return int(available * share)
-    fraction = unit == "" and not number.is_integer()
-    if unit not in _UNITS or fraction or not 1 <= number * _UNITS[unit] < 2**63:
-        raise Refused(
-            f"cache_memory {value!r} is neither a size such as 8GiB nor a share such as 0.5"
-        )
-    return int(number * _UNITS[unit])
+    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%|[a-z]*)", str(value).strip().lower())
+    number, unit = (float(found[1]), found[2]) if found else (0.0, "none")
+    bare = unit == "" and ("." in str(value) or isinstance(value, float))
+    if unit == "%" or bare:
+        share = number if bare else number / 100
+        if 0 < share <= 1:
+            return int(available * share)
+    elif unit in _UNITS and 1 <= number * _UNITS[unit] < 2**63:
+        return int(number * _UNITS[unit])
+    raise Refused(f"cache_memory {value!r} is neither a size such as 8GiB nor a share such as 0.5")
 
 
 def check(config: PytorchEngineConfig, speculative: SpeculativeConfig | None = None) -> None:
@@ -265,6 +248,7 @@ def resolve(
     if config.enable_prefix_caching:
         mode = config.checkpoint_mode or "interior"
     save = config.prefill_save_alignment
+    auto = "float32" if device == "cpu" else "bfloat16"
     sizes = _Sizes(config, facts, available, device, caching)
     prefill = max(PAGE, config.max_prefill_token_num // PAGE * PAGE)
     notes = list(sizes.notes)
@@ -279,9 +263,7 @@ def resolve(
         )
     return Resolved(
         device=device,
-        dtype=("float32" if device == "cpu" else "bfloat16")
-        if config.dtype == "auto"
-        else config.dtype,
+        dtype=auto if config.dtype == "auto" else config.dtype,
         load_format=config.load_format,
         kda_prefill_backend=config.kda_prefill_backend,
         max_batch_size=sizes.batch,
@@ -334,7 +316,10 @@ class _Sizes:
         self.batch = config.max_batch_size or (256 if device == "cuda" else 32)
         budget = config.prefix_cache_state_budget
         self.checkpoints = (4 * self.batch if budget is None else budget) if caching else 0
-        self.fit_slots()
+        if config.num_state_slots is None:
+            self.fit_slots()
+        else:
+            self.share_slots(config.num_state_slots)
         self.fit_pages()
         self.slots = config.num_state_slots or self.batch + 1 + self.checkpoints
 
@@ -349,48 +334,33 @@ class _Sizes:
         """Pages of one sequence of full length."""
         return -(-self.session_len // PAGE)
 
-    def shrink(self, name: str, have: int, floor: int, excess: int, unit: int) -> int:
-        """Take `excess` bytes away from a default, down to `floor`, and note it."""
-        less = max(floor, have - -(-max(excess, 0) // unit))
-        if less < have:
-            self.notes.append(f"{name} {have} -> {less}, to fit {human(self.budget)}")
-        return min(have, less)
-
     def fit_slots(self) -> None:
-        """Make the counts agree with an explicit number of slots, then with the budget."""
-        config, slots = self.config, self.config.num_state_slots
-        if slots is not None:
-            room = slots - 1  # one is the spare
-            if room < 1:
-                raise Refused(f"num_state_slots={slots}: at least 2 are needed")
-            if config.prefix_cache_state_budget is None:
-                self.checkpoints = min(self.checkpoints, max(0, room - self.batch))
-            if config.max_batch_size is None:
-                self.batch = max(1, min(self.batch, room - self.checkpoints))
-            if self.batch + self.checkpoints > room:
-                raise Refused(
-                    f"max_batch_size={self.batch} and prefix_cache_state_budget={self.checkpoints} "
-                    f"need {self.batch + self.checkpoints + 1} slots, num_state_slots={slots}: "
-                    f"a batch of {max(0, room - self.checkpoints)} fits"
-                )
-            self.checkpoints = room - self.batch if self.checkpoints else 0
-            return
+        """Lower defaults until the slots, and pages for one sequence, fit the budget."""
         least = self.pages or self.session_pages()
-        if config.prefix_cache_state_budget is None and self.checkpoints:
-            self.checkpoints = self.shrink(
-                "prefix_cache_state_budget",
-                self.checkpoints,
-                1,
-                self.bytes(least) - self.budget,
-                self.facts.slot_bytes,
-            )
+        slot, seat = self.facts.slot_bytes, self.facts.seat_bytes
+        for name, field, unit in (
+            ("checkpoints", "prefix_cache_state_budget", slot),
+            ("batch", "max_batch_size", slot + seat),
+        ):
+            have, excess = getattr(self, name), self.bytes(least) - self.budget
+            if getattr(self.config, field) is None and have > 1 and excess > 0:
+                less = max(1, have - -(-excess // unit))
+                self.notes.append(f"{field} {have} -> {less}, to fit {human(self.budget)}")
+                setattr(self, name, less)
+
+    def share_slots(self, slots: int) -> None:
+        """Share out an explicit number of slots: one spare, then as asked, else a third to run."""
+        room, config = slots - 1, self.config
         if config.max_batch_size is None:
-            self.batch = self.shrink(
-                "max_batch_size",
-                self.batch,
-                1,
-                self.bytes(least) - self.budget,
-                self.facts.slot_bytes + self.facts.seat_bytes,
+            left = room - self.checkpoints if config.prefix_cache_state_budget else room // 3
+            self.batch = max(1, min(self.batch, left if self.checkpoints else room))
+        if config.prefix_cache_state_budget is None and self.checkpoints:
+            self.checkpoints = max(0, room - self.batch)
+        if room < 1 or self.batch + self.checkpoints > room:
+            raise Refused(
+                f"max_batch_size={self.batch} and prefix_cache_state_budget={self.checkpoints} "
+                f"need {self.batch + self.checkpoints + 1} slots, num_state_slots={slots}: "
+                f"a batch of {max(0, room - self.checkpoints)} fits"
             )
 
     def fit_pages(self) -> None:
@@ -431,11 +401,3 @@ def human(count: float) -> str:
             return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
         count /= 1024
     return f"{count:.1f} TiB"
-
-
-def fitting(resolved: Resolved, lengths: Sequence[int]) -> dict[int, int]:
-    """How many requests of each length (tokens) run at once."""
-    return {
-        n: min(resolved.max_batch_size, resolved.num_pages // max(1, -(-n // PAGE)))
-        for n in lengths
-    }

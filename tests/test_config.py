@@ -20,11 +20,11 @@ from millpond.config import (
     Resolved,
     SpeculativeConfig,
     check,
-    fitting,
     parse_memory,
     resolve,
 )
 from millpond.errors import Refused
+from millpond.front.plan import fitting
 
 TINY = ModelFacts("tiny", 110_000, 9_000, 5_000, 6 * MIB, 8192)
 FLASH = ModelFacts("flash", 147_619_840, 744_128, 40_000, 260 * GIB, 1_048_576)
@@ -110,7 +110,7 @@ def test_a_default_that_does_not_fit_is_clamped_and_noted():
         (dict(session_len=8192, num_kv_pages=100), "at most 6400 tokens"),
         (dict(max_batch_size=100_000), r"\d+ slots fit"),
         (dict(cache_memory="1MiB", max_batch_size=32), r"\d+ slots fit"),
-        (dict(num_state_slots=1), "at least 2"),
+        (dict(num_state_slots=1), "a batch of 0 fits"),
     ],
 )
 def test_an_explicit_value_that_does_not_fit_is_refused_with_what_would(given_, fits):
@@ -164,8 +164,16 @@ def test_no_caching_means_no_checkpoints_and_no_complaint():
 
 
 def test_an_explicit_number_of_slots_is_kept_and_shared_out():
-    r = derive(num_state_slots=12, max_batch_size=4)
-    assert (r.num_slots, r.max_batch_size, r.checkpoint_budget) == (12, 4, 7)
+    def shares(**given_: object) -> tuple[int, int, int]:
+        r = derive(num_state_slots=13, **given_)
+        return r.num_slots, r.max_batch_size, r.checkpoint_budget
+
+    assert shares(max_batch_size=4) == (13, 4, 8)
+    assert shares() == (13, 4, 8)
+    assert shares(prefix_cache_state_budget=2) == (13, 10, 2)
+    assert shares(max_batch_size=2, prefix_cache_state_budget=2) == (13, 2, 2)
+    assert shares(enable_prefix_caching=False) == (13, 12, 0)
+    assert shares(prefix_cache_state_budget=0) == (13, 12, 0)
 
 
 def test_an_inert_prefix_cache_is_announced():

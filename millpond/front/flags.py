@@ -20,8 +20,9 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from millpond.config import NOT_SERVED, PytorchEngineConfig, SpeculativeConfig, explain
+from millpond.config import NOT_SERVED, PytorchEngineConfig, SpeculativeConfig
 from millpond.errors import Refused
+from millpond.front.schema import explain
 from millpond.telemetry import LEVELS
 
 HELP = {

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from rich.table import Table
 
-from millpond.config import ModelFacts, Resolved, fitting, human
+from millpond.config import PAGE, ModelFacts, Resolved, human
 
 
 def lengths(resolved: Resolved) -> list[int]:
     """Request lengths (tokens) worth telling: the longest, and powers of eight below it."""
     found = [n for n in (1 << 10, 1 << 13, 1 << 16, 1 << 19) if n < resolved.session_len]
     return [*found, resolved.session_len]
+
+
+def fitting(resolved: Resolved, lengths: Sequence[int]) -> dict[int, int]:
+    """How many requests of each length (tokens) run at once."""
+    return {
+        n: min(resolved.max_batch_size, resolved.num_pages // max(1, -(-n // PAGE)))
+        for n in lengths
+    }
 
 
 def table(resolved: Resolved, facts: ModelFacts) -> Table:

@@ -18,7 +18,7 @@ from pydantic import (
     model_validator,
 )
 
-from millpond.config import GenerationConfig, explain
+from millpond.config import GenerationConfig
 from millpond.errors import Rejected
 
 _REFUSED: dict[str, str] = {
@@ -40,6 +40,15 @@ _REFUSED: dict[str, str] = {
     "thinking_token_budget": "a thinking budget",
     "lora_path": "adapters",
 }
+
+
+def explain(error: ValidationError) -> str:
+    """One line that names every wrong field, without the input's whole text."""
+    parts = []
+    for problem in error.errors(include_url=False, include_context=False):
+        where = ".".join(str(p) for p in problem["loc"] if not str(p).startswith("function-"))
+        parts.append(f"{where}: {problem['msg']}" if where else str(problem["msg"]))
+    return "; ".join(parts)
 
 
 def _prompt(value: Any) -> Any:
