@@ -169,6 +169,12 @@ class World(RuleBasedStateMachine):
         return [r for r in self.requests if r.tokens and len(r.tokens) % PAGE == 0]
 
     @property
+    def on_a_checkpoint(self) -> list[Request]:
+        """Idle requests that stand on a state the index holds too."""
+        slots = {checkpoint.lease.slot for checkpoint in self.index.checkpoints()}
+        return [request for request in self.idle if request.state.slot in slots]
+
+    @property
     def checkpoints(self) -> list[Checkpoint]:
         return list(self.index.checkpoints())
 
@@ -256,10 +262,10 @@ class World(RuleBasedStateMachine):
         self.requests.append(request)
 
     @precondition(some("requests"))
-    @rule(pick=picks, more=few_tokens)
-    def admit_next_turn(self, pick: int, more: Tokens) -> None:
+    @rule(pick=picks, more=few_tokens, again=st.booleans())
+    def admit_next_turn(self, pick: int, more: Tokens, again: bool) -> None:
         like = self.pick(self.requests, pick)
-        tokens = like.tokens + more
+        tokens = like.tokens if again and like.tokens else like.tokens + more
         request = Request(like.salt, RunningState(self.name("request")), tokens)
         self.begin(request)
         self.requests.append(request)
@@ -478,6 +484,18 @@ class World(RuleBasedStateMachine):
     @rule(pick=picks)
     def drop_a_checkpoint(self, pick: int) -> None:
         self.index.drop(self.pick(self.checkpoints, pick))
+
+    @precondition(some("on_a_checkpoint"))
+    @rule(pick=picks)
+    def go_on_without_the_checkpoint(self, pick: int) -> None:
+        """Take a request's own checkpoint out of the index, so that it may run in place."""
+        request = self.pick(self.on_a_checkpoint, pick)
+        slot = request.state.slot
+        own = None if slot is None else self.index.checkpoint_at(slot)
+        assert own is not None
+        self.index.drop(own)
+        if self.plan_step(request, (1,), 1, export=False):
+            self.commit_step(request, set())
 
     @precondition(some("checkpoints"))
     @rule()
