@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from typing import TextIO
 
 LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
@@ -11,6 +12,18 @@ LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 def logger(name: str) -> logging.Logger:
     """The logger `millpond.<name>`."""
     return logging.getLogger(f"millpond.{name}")
+
+
+class _Stderr(logging.StreamHandler[TextIO]):
+    """Writes to what standard error is at that moment, not what it was at the start."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        """Standard error."""
+        return sys.stderr
 
 
 def log_to_stderr(level: str) -> None:
@@ -21,7 +34,7 @@ def log_to_stderr(level: str) -> None:
     package = logging.getLogger("millpond")
     package.setLevel(level.upper())
     if not package.handlers:
-        handler = logging.StreamHandler(sys.stderr)
+        handler = _Stderr()
         handler.setFormatter(
             logging.Formatter("%(asctime)s %(levelname)-7s %(name)s: %(message)s", "%H:%M:%S")
         )
