@@ -35,6 +35,7 @@ class House:
     num_pages: int = 64
     num_seats: int = 8
     fail_at: int | None = None
+    count_writes: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -58,10 +59,17 @@ def make_engine(
     num_pages: int = 64,
     num_seats: int = 8,
     settings: dict[str, Any] | None = None,
+    count_writes: bool = False,
 ) -> tuple[Engine, RecordingExecutor]:
     """A fresh engine on a fresh rank, audited and poisoned."""
     found = executor(
-        family, truth, where, num_slots=num_slots, num_pages=num_pages, num_seats=num_seats
+        family,
+        truth,
+        where,
+        num_slots=num_slots,
+        num_pages=num_pages,
+        num_seats=num_seats,
+        count_writes=count_writes,
     )
     given: dict[str, Any] = {
         "max_batch_size": num_seats,
@@ -86,6 +94,7 @@ def serve(family: str, house: House, asks: Sequence[Ask], truth: Truth, where: s
         num_pages=house.num_pages,
         num_seats=house.num_seats,
         settings=house.settings,
+        count_writes=house.count_writes,
     )
     found.fail_at = house.fail_at
     streams: dict[int, RequestStream] = {}

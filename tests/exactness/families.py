@@ -117,6 +117,7 @@ def executor(
     num_slots: int = 24,
     num_pages: int = 64,
     num_seats: int = 8,
+    count_writes: bool = False,
 ) -> RecordingExecutor:
     """A fresh rank with poisoned arenas."""
     found = built(family)
@@ -133,4 +134,4 @@ def executor(
         eos_token_ids=(VOCAB - 1,),
         debug_poison=True,
     )
-    return RecordingExecutor(worker, truth, where)
+    return RecordingExecutor(worker, truth, where, count_writes=count_writes)

@@ -77,7 +77,7 @@ def test_publish_resume_and_fan_out_write_no_byte_of_a_slot(family: str) -> None
     asks = [Ask(BASE[:200], TWO), Ask(BASE[:200], TWO, arrives=3), Ask(BASE, GREEDY, arrives=6)]
     served = serve(
         family,
-        House(settings={"checkpoint_interval": 64, "max_prefill_tokens": 512}),
+        House(count_writes=True, settings={"checkpoint_interval": 64, "max_prefill_tokens": 512}),
         asks,
         Truth(),
         "bytes",

@@ -21,7 +21,8 @@ PAGE = 64
 
 
 def fresh(family: str, where: str) -> Driver:
-    return Driver(executor(family, TRUTHS[family], where, num_slots=40, num_pages=60, num_seats=8))
+    sizes = {"num_slots": 40, "num_pages": 60, "num_seats": 8}
+    return Driver(executor(family, TRUTHS[family], where, count_writes=True, **sizes))
 
 
 @cache

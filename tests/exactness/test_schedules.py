@@ -14,7 +14,7 @@ from tests.exactness.families import FAMILIES
 from tests.exactness.prompts import BASE, GREEDY, OTHER, PROMPTS, SEEDED, TWO
 from tests.support.recording import Truth
 
-EXAMPLES = max(12, settings().max_examples // 25)
+EXAMPLES = max(16, settings().max_examples // 16)
 """An example is a whole engine run, a second or so: fewer of them than of cheap properties."""
 
 TRUTHS = {family: Truth() for family in FAMILIES}
