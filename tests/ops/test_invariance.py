@@ -6,6 +6,7 @@ What exactness across cold, resumed, split and batched runs rests on (fp32, CPU)
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from itertools import pairwise
 
 import pytest
@@ -21,12 +22,20 @@ COUNTS = (*range(1, 66), 127, 128, 129, 300, MOST)
 Fn = Callable[..., object]
 
 
-@pytest.fixture(params=[1, 2], ids=["one thread", "two threads"], autouse=True)
-def threads(request: pytest.FixtureRequest) -> Iterator[None]:
+@contextmanager
+def threads(count: int) -> Iterator[None]:
     before = torch.get_num_threads()
-    torch.set_num_threads(request.param)
-    yield
-    torch.set_num_threads(before)
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    with threads(1):
+        yield
 
 
 def random(*shape: int) -> torch.Tensor:
@@ -102,9 +111,16 @@ def test_a_token_gives_the_same_bytes_among_any_number_of_tokens(op: Fn) -> None
                 assert torch.equal(mine, theirs[begin : begin + count]), (begin, count)
 
 
-def test_a_long_row_sums_the_same_alone_and_in_company() -> None:
-    x = random(3, 50_000)
-    assert torch.equal(elementwise.row_sum(x[:1]), elementwise.row_sum(x)[:1])
+def test_two_threads_split_work_between_rows_never_within_one() -> None:
+    x, long = random(MOST, 1200), random(3, 50_000)
+    weight = random(96, 1200)
+    with threads(2):
+        product = products.linear(x, weight)
+        norm = dense.rms_norm(x, x[0], 1e-5)
+        assert torch.equal(elementwise.row_sum(long[:1]), elementwise.row_sum(long)[:1])
+        for count in (1, 2, 15, 17, 40, 65, 300):
+            assert torch.equal(products.linear(x[:count], weight), product[:count])
+            assert torch.equal(dense.rms_norm(x[:count], x[0], 1e-5), norm[:count])
 
 
 @pytest.mark.parametrize("shape", [(64, 16, 64), (24, 64, 40), (16, 256, 64), (64, 64, 512)])

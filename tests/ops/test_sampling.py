@@ -107,19 +107,7 @@ def test_neighbouring_positions_and_seeds_are_uncorrelated() -> None:
         assert noise.mean().item() == pytest.approx(0.5772, abs=0.03)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_a_rows_token_does_not_depend_on_the_batch(
-    threads: int,
-) -> None:
-    before = torch.get_num_threads()
-    torch.set_num_threads(threads)
-    try:
-        check_a_row_stands_alone()
-    finally:
-        torch.set_num_threads(before)
-
-
-def check_a_row_stands_alone() -> None:
+def test_a_rows_token_does_not_depend_on_the_batch() -> None:
     requests = [
         params(seed=11),
         params(seed=12, temperature=0.0),
