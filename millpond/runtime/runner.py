@@ -6,6 +6,7 @@ leases, and holds no state besides the seats' tables.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 import torch
@@ -29,6 +30,9 @@ from millpond.runtime.verify import Verifier, Wanted, wanted
 from millpond.state.lease import SlotId
 
 
+log = logging.getLogger(__name__)
+
+
 class ModelRunner:
     """Runs plans against one model and its arenas, one at a time."""
 
@@ -48,6 +52,7 @@ class ModelRunner:
             with torch.inference_mode():
                 return self._execute(plan)
         except Exception as cause:
+            log.exception("step %d failed", plan.step)
             raise StepFailed(f"step {plan.step}: {type(cause).__name__}: {cause}") from cause
 
     def _execute(self, plan: StepPlan) -> StepResult:

@@ -149,7 +149,8 @@ class Verifier:
         """Log probabilities of known tokens; `hidden` holds the scored positions, row after row."""
         found, at = [], 0
         for s in scored:
-            known = [*s.row.tokens[1:], s.row.next_token][: s.count]
+            after = () if s.row.next_token is None else (s.row.next_token,)
+            known = (*s.row.tokens[1:], *after)
             entries: list[TokenLogprob] = []
             for begin in range(0, s.count, SCORE_BLOCK):
                 end = min(begin + SCORE_BLOCK, s.count)
@@ -158,7 +159,7 @@ class Verifier:
                 entries += [
                     TokenLogprob(
                         position=s.row.start + begin + i + 1,
-                        token=known[begin + i] or 0,
+                        token=known[begin + i],
                         logprob=logprob,
                         top=top,
                     )
