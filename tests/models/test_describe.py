@@ -124,6 +124,16 @@ def test_a_gate_bound_outside_what_kernels_can_exponentiate_is_refused(tmp_path:
         describe(written(tmp_path, changed(GLM, linear_attn_config=linear)))
 
 
+def test_linear_attention_is_read_from_the_fields_of_a_re_saved_model(tmp_path: Path) -> None:
+    flat = dict(linear_num_heads=64, linear_head_dim=128, linear_conv_kernel_dim=4)
+    config = changed(GLM, linear_attn_config=None, **flat)
+    assert describe(written(tmp_path, config)).config == describe(written(tmp_path, GLM)).config
+    config["text_config"]["linear_lower_bound"] = -2.0
+    assert describe(written(tmp_path, config)).config.lower_bound == -2.0  # type: ignore[attr-defined]
+    config["text_config"]["linear_lower_bound"] = None  # said to be none: a gate without bound
+    assert describe(written(tmp_path, config)).config.lower_bound is None  # type: ignore[attr-defined]
+
+
 def test_flat_text_configurations_are_read(tmp_path: Path) -> None:
     for config in (GLM, QWEN, QWEN_MOE):
         wrapped = describe(written(tmp_path, config)).config

@@ -19,12 +19,14 @@ def test_a_whole_prompt_gives_the_logits_of_transformers(tiny: Tiny, prompt: lis
     torch.testing.assert_close(logits, tiny.reference(prompt), atol=TOLERANCE, rtol=0)
 
 
-def test_a_tied_head_gives_the_logits_of_transformers(
+def test_the_other_values_of_glm_give_the_logits_of_transformers(
     make_tiny: Callable[[str], Tiny], prompt: list[int]
 ) -> None:
-    tiny = make_tiny("glm_tied")
-    logits = prefilled(tiny.bench(), prompt, ())
-    torch.testing.assert_close(logits, tiny.reference(prompt), atol=TOLERANCE, rtol=0)
+    """A gate without bound, tied weights, other pools, widths, counts and clamps."""
+    tiny = make_tiny("glm_other")
+    whole = prefilled(tiny.bench(), prompt, ())
+    torch.testing.assert_close(whole, tiny.reference(prompt), atol=TOLERANCE, rtol=0)
+    assert torch.equal(prefilled(tiny.bench(), prompt, (64, 128)), whole)
 
 
 def test_every_chunking_on_the_grid_gives_the_same_bytes(tiny: Tiny, prompt: list[int]) -> None:

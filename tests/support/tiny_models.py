@@ -98,17 +98,34 @@ QWEN_IDS: dict[str, int] = dict(
 )
 
 
+GLM_OTHER: dict[str, Any] = dict(
+    linear_attn_config=dict(
+        num_heads=8, head_dim=32, short_conv_kernel_size=3, gate_lower_bound=None, safe_gate=False
+    ),
+    n_shared_experts=2,
+    num_experts_per_tok=3,
+    norm_topk_prob=False,
+    routed_scaling_factor=0.5,
+    swiglu_limit=0.3,
+    index_kpool=8,
+    hc_mult=2,
+    hc_sinkhorn_iters=3,
+    tie_word_embeddings=True,
+)
+"""What the published model has at one value only: the other value of each."""
+
+
 def glm_model(**changes: Any) -> Any:
     """A `Glm5NextForConditionalGeneration`, re-drawn."""
     from transformers.models.glm5_next import Glm5NextConfig, Glm5NextForConditionalGeneration
 
-    top = {k: changes.pop(k) for k in ("tie_word_embeddings",) if k in changes}
+    text = {**GLM_TEXT, **changes}
     config = Glm5NextConfig(
-        text_config={**GLM_TEXT, **top, **changes},
+        text_config=text,
         vision_config=GLM_VISION,
         image_token_id=250,
         video_token_id=251,
-        **top,
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
     )
     return redrawn(Glm5NextForConditionalGeneration(config).float().eval())
 
@@ -139,14 +156,16 @@ def redrawn(module: torch.nn.Module, seed: int = 1) -> torch.nn.Module:
         return torch.randn(p.shape, generator=generator) * scale
 
     buffers = [(n, b) for n, b in module.named_buffers() if "bias" in n]
-    lower = any(n.endswith("forget_gate.A_log") for n, _ in module.named_parameters())
+    text = module.config.get_text_config() if hasattr(module, "config") else None
+    bounded = getattr(text, "linear_lower_bound", None) is not None
+    by_channel = hasattr(text, "linear_num_heads")
     with torch.no_grad():
         for name, p in [*module.named_parameters(), *buffers]:
             if name.endswith("A_log"):
-                p.copy_(_alternate(p, *((0.0, 0.3) if lower else (-1.0, 0.3))))
+                p.copy_(_alternate(p, *((0.0, 0.3) if bounded else (-1.0, 0.3))))
             elif name.endswith("dt_bias"):
-                heads = 8 if lower else p.numel()
-                slow = -8.0 if lower else -6.0
+                heads = 8 if by_channel else p.numel()
+                slow = -8.0 if bounded else -6.0
                 p.copy_(_alternate(p.view(heads, -1), slow, -1.0).reshape(-1) + normal(p, 0.2))
             elif "e_score" in name:
                 p.copy_(normal(p, 0.3))
@@ -174,11 +193,11 @@ def _alternate(p: torch.Tensor, even: float, odd: float) -> torch.Tensor:
 def build(kind: str, model_dir: Path) -> tuple[Any, torch.nn.ModuleDict, Path]:
     """A model, the modules of its draft layer, and both in a directory under published names.
 
-    Kinds: glm, glm_tied, qwen_dense, qwen_moe. Experts of the body are stored one by one, as
+    Kinds: glm, glm_other, qwen_dense, qwen_moe. Experts of the body are stored one by one, as
     `save_pretrained` writes them, those of the draft layer fused.
     """
-    tied = {"tie_word_embeddings": True} if kind == "glm_tied" else {}
-    model = glm_model(**tied) if kind.startswith("glm") else qwen_model(kind.removeprefix("qwen_"))
+    other = GLM_OTHER if kind == "glm_other" else {}
+    model = glm_model(**other) if kind.startswith("glm") else qwen_model(kind.removeprefix("qwen_"))
     draft = _glm_draft(model) if kind.startswith("glm") else _qwen_draft(model)
     redrawn(draft, seed=2)
     model.save_pretrained(model_dir)
@@ -195,12 +214,9 @@ def _glm_draft(model: Any) -> torch.nn.ModuleDict:
 
     text = model.config.text_config
     one = type(text)(
-        **{
-            **GLM_TEXT,
-            "num_hidden_layers": 1,
-            "layer_types": ["indexed_attention"],
-            "mlp_layer_types": ["sparse"],
-        }
+        **text.to_dict()
+        | dict(num_hidden_layers=1, layer_types=["indexed_attention"], mlp_layer_types=["sparse"])
+        | dict(indexer_types=["full"])
     )
     one._attn_implementation = "sdpa"
     hidden, eps = text.hidden_size, text.rms_norm_eps
