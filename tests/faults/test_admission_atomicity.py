@@ -45,6 +45,17 @@ def test_a_prompt_that_could_never_fit_is_refused_and_nothing_is_taken():
     assert house.served(prompt(250)).is_right
 
 
+def test_samples_that_find_no_slot_of_their_own_give_way_and_come_back():
+    """A fan-out is admitted with one slot; when its samples part, there is one too few."""
+    house = House(slots=3, seats=4, prefix_caching=False)
+    runner, wide = house.ask(prompt(90, 1), 40), house.ask(prompt(100), 12, n=3)
+    house.run(runner, wide)
+    assert house.engine.stats().preemptions
+    assert runner.is_right
+    assert wide.is_right
+    house.assert_nothing_is_held()
+
+
 def test_a_fan_out_that_does_not_fit_at_once_waits_or_is_refused_whole():
     house = House(slots=4, seats=4)
     with pytest.raises(Rejected):

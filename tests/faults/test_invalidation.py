@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from millpond.plan.step import StepPlan, StepResult
 from tests.faults.house import House, prompt
@@ -21,14 +22,25 @@ def test_a_warm_prompt_misses_after_a_flush():
     assert house.served(LONG).cached == 640
 
 
-def test_a_prompt_that_is_running_during_a_flush_publishes_nothing_old():
-    """Flushed after the first of three chunks: what it could publish later is of the old epoch."""
+@pytest.mark.parametrize("in_flight", [False, True], ids=["between steps", "in a step"])
+def test_a_prompt_that_is_running_during_a_flush_publishes_nothing_old(in_flight):
+    """Flushed at the second of three chunks: what it could publish from then on is old."""
     house = House(slots=20, checkpoint_interval=64)
     running = house.ask(LONG)
-    house.engine.step()
-    house.engine.flush_cache()
+    if in_flight:
+
+        def flush(plan: StepPlan) -> None:
+            if any(row.start == 256 for row in plan.prefill):
+                house.engine.flush_cache()
+
+        house.executor.before = flush
+    else:
+        house.engine.step()
+        house.engine.flush_cache()
     house.run(running)
+    house.executor.before = lambda plan: None
     assert running.is_right
+    assert house.engine.stats().slots_checkpoint == 0
     again = house.served(LONG)
     assert again.cached == 0
     assert again.is_right
