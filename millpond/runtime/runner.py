@@ -29,7 +29,6 @@ from millpond.plan.step import (
 from millpond.runtime.verify import Verifier, Wanted, wanted
 from millpond.state.lease import SlotId
 
-
 log = logging.getLogger(__name__)
 
 
