@@ -242,3 +242,13 @@ def test_attention_cut_into_forwards_gives_the_same_bytes(form: str) -> None:
     cuts = (0, 64, 192, length) if form == "prefill" else (0, 1, 50, 64, 65, 199, length)
     parts = [run(a, b) for a, b in pairwise(cuts)]
     assert torch.equal(torch.cat(parts), whole)
+
+
+@pytest.mark.parametrize("heads", [2, 6, 14, 20])
+def test_a_query_attends_to_the_same_bytes_in_either_form(heads: int) -> None:
+    q, pages = random(130, heads, 16), random(3, 2, 64, 16)
+    forms = (make_batch(**{form: [(0, 130)]}, tables=[[2, 0, 1]]) for form in ("prefill", "decode"))
+    one, other = (
+        attention.paged_gqa(q, pages, pages * 2, batch=batch, scale=0.25) for batch in forms
+    )
+    assert torch.equal(one, other)

@@ -198,6 +198,8 @@ def test_filters_keep_the_likeliest_with_ties_to_the_lower_id() -> None:
     assert kept(params(min_p=0.5), logits) == [1, 2, 3]
     assert kept(params(min_p=1.0), logits) == [1, 2]
     assert kept(params(top_k=2, top_p=0.45), logits) == [1]  # mass counts after top-k
+    assert kept(params(top_k=5), torch.zeros(VOCAB)) == [0, 1, 2, 3, 4]
+    assert kept(params(top_p=0.09), torch.zeros(VOCAB)) == [0, 1, 2, 3, 4]
 
 
 def test_filters_bound_what_is_drawn() -> None:

@@ -56,9 +56,10 @@ def pool_keys(
     some = page >= 0
     pooled_pages[page[some], place[some]] = pooled[some].to(pooled_pages.dtype)
 
-    newest = (position >= batch.row_end[row] - pool) & (seat >= 0)
-    entry = torch.stack((key, gate), 1)[newest].to(tails.dtype)
-    tails[seat[newest], position[newest] % pool] = entry
+    end = batch.row_end[row]
+    open_pool = (position >= end - end % pool) & (seat >= 0)
+    entry = torch.stack((key, gate), 1)[open_pool].to(tails.dtype)
+    tails[seat[open_pool], position[open_pool] % pool] = entry
 
 
 def select(
