@@ -1,4 +1,5 @@
-"""One forward as device tensors: the batch every op and layer reads; knows no plan and no model.
+"""One forward as device tensors: what every op and layer reads, and what sampling
+returns; knows no plan and no model.
 
 Shape letters: T packed tokens (prefill rows first, then decode rows), N rows in that same order,
 E exports, M positions whose logits are wanted, P pages of the longest row.
@@ -92,3 +93,11 @@ class ForwardBatch:
     def num_prefill_tokens(self) -> int:
         """Tokens in chunk form; they come first."""
         return self.prefill.num_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Sampled:
+    """One token per row. Where `finite` is False the model's logits were not: ignore the token."""
+
+    token: torch.Tensor  # [M] int64
+    finite: torch.Tensor  # [M] bool

@@ -17,7 +17,7 @@ import torch
 
 import millpond.ops
 from millpond.errors import Refused
-from millpond.ops.reference.sampling import Sampled
+from millpond.ops.batch import Sampled
 
 log = logging.getLogger(__name__)
 

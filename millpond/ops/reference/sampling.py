@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from millpond.ops.batch import Sampled
 from millpond.ops.reference.elementwise import row_sum
 
 MASK32 = 0xFFFFFFFF
@@ -57,14 +58,6 @@ class SamplingRows:
     any_filter: bool  # whether any row has top_k, top_p or min_p on
     any_penalty: bool
     any_noise: bool  # whether any row is not greedy
-
-
-@dataclass(frozen=True, slots=True)
-class Sampled:
-    """One token per row. Where `finite` is False the model's logits were not: ignore the token."""
-
-    token: torch.Tensor  # [M] int64
-    finite: torch.Tensor  # [M] bool
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
