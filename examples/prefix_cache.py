@@ -45,7 +45,8 @@ def main(arguments: list[str]) -> None:
         ("same prompt", f"{document}\nHow many books does shelf 3 hold?"),
         ("other question", f"{document}\nHow many maps does shelf 9 hold?"),
     )
-    config = PytorchEngineConfig(session_len=8192, max_batch_size=4)
+    # A checkpoint every 512 tokens, so that a question about the same document starts near its end.
+    config = PytorchEngineConfig(session_len=8192, max_batch_size=4, checkpoint_interval=512)
     with pipeline(*arguments[:1], backend_config=config) as pipe:
         pipe("Hello.", gen_config=GenerationConfig(max_new_tokens=1, do_sample=False))  # warm up
         print(f"{'prompt':<16}{'tokens':>8}{'cached':>8}{'first token':>14}")
