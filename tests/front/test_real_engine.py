@@ -197,4 +197,4 @@ def test_a_logit_bias_and_stop_ids_are_obeyed(pipe):
     ended = pipe(
         "a", GenerationConfig(max_new_tokens=6, logit_bias={77: 100.0}, stop_token_ids=[77])
     )
-    assert (ended.token_ids, ended.finish_reason, ended.text) == ((77,), "stop", "")
+    assert (ended.token_ids, ended.finish_reason, ended.raw_text) == ((77,), "stop", "")
