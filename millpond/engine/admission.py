@@ -80,10 +80,9 @@ def admit(
 ) -> Admitted | None:
     """Give `sequence` its start, an output slot, the pages of its first row, and its seats.
 
-    `first_end` tells where a first row that starts at a given position would end; at the position
-    itself when the step has no room for one. With others running, a sequence also waits until its
-    whole prompt finds room beside theirs: what would be pushed out at once is not let in. None,
-    with nothing changed, when it has to wait.
+    `first_end` tells where a first row that starts at a given position ends. With others running,
+    a sequence also waits until its whole prompt finds room beside theirs: what would be pushed out
+    at once is not let in. None, with nothing changed, when it has to wait.
     """
     if len(ledger.seats) < len(sequence.siblings) + 1:
         return None
@@ -91,7 +90,7 @@ def admit(
     sequence.salt = ledger.salt(sequence.request.spec.cache_salt)
     match = find_start(ledger, sequence)
     end = first_end(sequence, match.end)
-    if end == match.end or not _has_room(ledger, sequence, match, end, running):
+    if not _has_room(ledger, sequence, match, end, running):
         return None
     with ExitStack() as undo:
         undo.callback(ledger.vacate, sequence)

@@ -13,8 +13,7 @@ from millpond.engine.request import Request, Sequence
 from millpond.engine.scheduler import PrefillRow, Scheduled, Scheduler
 from millpond.errors import Broken
 from millpond.plan.step import Emitted, Row, StepResult
-from millpond.state.checkpoint import AnchorKind
-from millpond.state.lease import ReaderLease, Seat, SlotId
+from millpond.state.lease import Seat, SlotId
 
 MAX_FAILURES = 2
 """Failed steps in a row after which a request is not tried again."""
@@ -55,6 +54,8 @@ class Committer:
                 continue
             sequence.state.commit(pool, end)
             sequence.folded = end
+            if row.state_in != row.state_out:
+                self._scheduler.unblock()  # what it read may be free now, or evictable
             if sequence.failures:
                 _forgive(sequence)
             if row.emit_seats:
@@ -97,23 +98,20 @@ class Committer:
         )
         sequence.folded = row.end
         _forgive(sequence)
+        self._scheduler.unblock()
         kinds = {anchor.end: anchor.kind for anchor in planned.anchors}
         ledger.counters.checkpoints_skipped += len(row.exports) - len(exported)
         for export in exported:
-            self._publish(sequence, export.end, export.lease, kinds[export.end])
+            ledger.publish(sequence, export.end, export.lease, kinds[export.end])
         if row.end in kinds and finite and current:
             lease = sequence.state.publish(ledger.pool)
-            self._publish(sequence, row.end, lease, kinds[row.end])
+            ledger.publish(sequence, row.end, lease, kinds[row.end])
         group = tuple(sequence.group)
         if row.end == sequence.prompt_len and sequence.siblings:
             self._fan_out(sequence)
         if row.emit_seats:
             for one in group:
                 self._draw(one, drawn)
-
-    def _publish(self, sequence: Sequence, end: int, lease: ReaderLease, kind: AnchorKind) -> None:
-        self._ledger.publish(sequence, end, lease, kind)
-        self._scheduler.unblock()
 
     def _fan_out(self, lead: Sequence) -> None:
         """The siblings go on by themselves from the lead's exact end; no byte of state moves."""

@@ -79,6 +79,18 @@ class Ledger:
         self.counters.checkpoints_evicted += 1
         return True
 
+    def forget_prefixes(self) -> bool:
+        """Give up the whole index, when a lone sequence finds no page; False when it is empty.
+
+        What is left in it then lies on the sequence's own path, and can hold a page of an earlier
+        request beside the sequence's own one for the same tokens: leaf first, that is never free.
+        """
+        if not self.index.num_pages:
+            return False
+        self.counters.checkpoints_evicted += self.index.num_checkpoints
+        self.index.clear()
+        return True
+
     # Publishing.
 
     def publish(self, sequence: Sequence, end: int, lease: ReaderLease, kind: AnchorKind) -> None:

@@ -117,7 +117,7 @@ class Engine:
             done.set()
 
         with self._changed:
-            if self._failure is not None:
+            if self._failure is not None or self._stopping:
                 return
             self._post(flush)
             thread = self._thread
@@ -267,7 +267,8 @@ class Engine:
     def _shut(self) -> None:
         """End what is left, give everything back, close the executor."""
         self._read_inbox()
-        self._end_all("abort", None)
+        for request in self._left():
+            self._committer.end_request(request, "abort")
         self._ledger.index.clear()
         self._outbox.flush()
         self._executor.close()
@@ -277,13 +278,14 @@ class Engine:
         with self._changed:
             self._failure = f"{type(error).__name__}: {error}"
         self._read_inbox()
-        self._end_all("error", f"the engine has failed: {self._failure}")
+        for request in self._left():
+            for sequence in request.samples:
+                self._outbox.end(sequence, "error", f"the engine has failed: {self._failure}")
+        self._scheduler.abandon()
 
-    def _end_all(self, reason: str, error: str | None) -> None:
+    def _left(self) -> list[Request]:
         with self._changed:
-            left = list(self._live.values())
-        for request in left:
-            self._committer.end_request(request, reason, error)
+            return list(self._live.values())
 
     def _forget(self, request: Request) -> None:
         with self._changed:

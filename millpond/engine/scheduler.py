@@ -5,6 +5,7 @@ Knows sequences and the ledger; does not know what a step returns, nor who waits
 
 from __future__ import annotations
 
+import logging
 from bisect import insort
 from collections.abc import Iterable
 from operator import attrgetter
@@ -12,7 +13,7 @@ from operator import attrgetter
 from millpond.engine.admission import admit, row_pages, take_pages
 from millpond.engine.ledger import Ledger
 from millpond.engine.request import Sequence
-from millpond.errors import Exhausted
+from millpond.errors import Broken, Exhausted
 from millpond.plan.checkpoints import Anchor, ladder_interval, plan_anchors
 from millpond.plan.prefill import row_end, split_at
 from millpond.plan.step import (
@@ -27,6 +28,8 @@ from millpond.plan.step import (
 )
 from millpond.state.checkpoint import AnchorKind
 from millpond.state.lease import PageId, SlotId
+
+logger = logging.getLogger(__name__)
 
 _order = attrgetter("order")
 
@@ -134,6 +137,17 @@ class Scheduler:
         self.ledger.vacate(sequence)
         self.unblock()
 
+    def abandon(self) -> None:
+        """Take everything from everyone, in whatever state an error has left it."""
+        for sequence in (*self.running, *self.waiting):
+            try:
+                sequence.state.discard(self.ledger.pool)
+                self.ledger.vacate(sequence)
+            except Broken:
+                logger.exception("%s could not give back what it holds", sequence.name)
+        self.running.clear()
+        self.waiting.clear()
+
     def unblock(self) -> None:
         """Something was given back or became evictable: try the head of the queue again."""
         self._blocked = None
@@ -231,7 +245,9 @@ class Scheduler:
         wanted = row_pages(sequence, end) - len(sequence.pages)
         while ledger.pages.num_free < wanted:
             ledger.evict_pages(wanted)
-            if ledger.pages.num_free < wanted and not self._push_out_last(sequence):
+            if ledger.pages.num_free >= wanted or self._push_out_last(sequence):
+                continue
+            if len(self.running) > 1 or not ledger.forget_prefixes():
                 return False
         take_pages(ledger, sequence, end)
         return True
@@ -264,6 +280,8 @@ class Scheduler:
     def _admit_waiting(self) -> None:
         """Admit from the head of the queue while everything fits; nobody overtakes."""
         while self.waiting and self.waiting[0] is not self._blocked:
+            if self._prefill and self._budget < PAGE_SIZE:
+                return
             sequence = self.waiting[0]
             first = admit(self.ledger, sequence, self.running, self._first_end)
             if first is None:

@@ -35,6 +35,8 @@ class RequestStream:
         while not self._deltas:
             if not self._unfinished:
                 return None
+            if timeout == 0:
+                raise TimeoutError(f"no token of {self.request_id} yet")
             arrived = threading.Event()
             self._waiter = arrived
             # A delta that came before the waiter was in place woke nobody.

@@ -39,11 +39,6 @@ class Violation(AssertionError):
     """The plan breaks a rule, or something was read that its reader did not write."""
 
 
-def as_tokens(state: State) -> State:
-    """The tokens of a state, whatever form they were folded in."""
-    return tuple(t if t >= 0 else ~t for t in state)
-
-
 def as_state(tokens: Sequence[int], prompt_len: int) -> State:
     """The one right content: the prompt in chunk form, what was generated in per-token form."""
     return (*tokens[:prompt_len], *(~t for t in tokens[prompt_len:]))
@@ -108,6 +103,7 @@ class SymbolicExecutor:
     finite: Callable[[Row], bool] = lambda row: True
     plans: list[StepPlan] = field(default_factory=list)
     closed: bool = False
+    violation: Violation | None = None
 
     def __post_init__(self) -> None:
         caps = self.capabilities
@@ -119,6 +115,14 @@ class SymbolicExecutor:
         self.closed = True
 
     def execute(self, plan: StepPlan) -> StepResult:
+        """Run a plan; a `Violation` is kept, since an engine swallows what its device raises."""
+        try:
+            return self._execute(plan)
+        except Violation as violation:
+            self.violation = violation
+            raise
+
+    def _execute(self, plan: StepPlan) -> StepResult:
         _require(not self.closed, "a closed executor is asked to run")
         self.plans.append(plan)
         self._check_plan(plan)
@@ -152,6 +156,11 @@ class SymbolicExecutor:
             prompt_logprobs=tuple(logprobs),
         )
 
+    def page_content(self, tokens: Sequence[int], depth: int) -> list[int]:
+        """What page `depth` of these tokens holds, when it is full."""
+        first = depth * PAGE_SIZE
+        return [page_entry(tokens, position) for position in range(first, first + PAGE_SIZE)]
+
     # The rules of a plan that need no content.
 
     def _check_plan(self, plan: StepPlan) -> None:
@@ -177,12 +186,13 @@ class SymbolicExecutor:
     def _check_budget(self, plan: StepPlan) -> None:
         if self.max_prefill_tokens is None:
             return
-        lengths = [len(row.tokens) for row in plan.prefill]
-        lengths += [len(row.tokens) for row in plan.decode if len(row.tokens) > 1]
-        floor = PAGE_SIZE if plan.prefill else 0
+        oldest = len(plan.prefill[0].tokens) if plan.prefill else 0
+        others = sum(len(row.tokens) for row in plan.prefill[1:])
+        others += sum(len(row.tokens) for row in plan.decode if len(row.tokens) > 1)
         _require(
-            sum(lengths) <= max(self.max_prefill_tokens, floor) or lengths[:1] == [sum(lengths)],
-            f"{lengths} tokens under a budget of {self.max_prefill_tokens}",
+            oldest + others <= self.max_prefill_tokens
+            or (oldest <= PAGE_SIZE and others <= self.max_prefill_tokens),
+            f"{oldest} and {others} tokens under a budget of {self.max_prefill_tokens}",
         )
 
     # One forward.
@@ -232,8 +242,8 @@ class SymbolicExecutor:
         _require(row.tokens == tuple(known[row.start : row.end]), f"{row.request}: not its tokens")
         self._check_grid(row, prompt_len, chunk=chunk)
         after = (*state, *(row.tokens if chunk else (~t for t in row.tokens)))
-        self._write_pages(row, seat, after)
-        self._write_tail(row, seat, after)
+        self._write_pages(row, seat)
+        self._write_tail(row, seat)
         targets = [(row.state_out, row.end), *((e.slot, e.end) for e in row.exports)]
         for slot, end in targets:
             fresh = slot != row.state_in
@@ -241,7 +251,7 @@ class SymbolicExecutor:
             if self.writes(slot, end):
                 self.slots[slot] = after[:end]
                 written.append(Written(slot, end))
-        self._emit(row, after, emitted, logprobs)
+        self._emit(row, tuple(known), emitted, logprobs)
 
     def _check_grid(self, row: Row, prompt_len: int, *, chunk: bool) -> None:
         if not chunk:
@@ -261,11 +271,11 @@ class SymbolicExecutor:
             granularity = self.capabilities.export_granularity
             _require(export.end % granularity == 0, f"no kernel exports at {export.end}")
 
-    def _write_pages(self, row: Row, seat: SymbolicSeat, after: State) -> None:
+    def _write_pages(self, row: Row, seat: SymbolicSeat) -> None:
         _require(row.end <= len(seat.table) * PAGE_SIZE, f"{row.request} has no page for its end")
-        tokens, right = as_tokens(after), seat.entries
+        tokens, right = seat.history, seat.entries
         for position in range(len(right), row.end):
-            right.append(_page_entry(tokens, position))
+            right.append(page_entry(tokens, position))
         for first in range(0, row.end, PAGE_SIZE):
             page = self.pages[seat.table[first // PAGE_SIZE]]
             folded = min(max(row.start - first, 0), PAGE_SIZE)
@@ -276,16 +286,16 @@ class SymbolicExecutor:
             )
             page[folded:end] = right[first + folded : first + end]
 
-    def _write_tail(self, row: Row, seat: SymbolicSeat, after: State) -> None:
-        tokens = as_tokens(after)
+    def _write_tail(self, row: Row, seat: SymbolicSeat) -> None:
+        tokens = tuple(seat.history)
         have = seat.tail if row.start % POOL else ()
         _require(have == tokens[row.start // POOL * POOL : row.start], f"{row.request}: other tail")
         seat.tail = tokens[row.end // POOL * POOL : row.end]
 
     def _emit(
-        self, row: Row, after: State, emitted: list[Emitted], logprobs: list[RowLogprobs]
+        self, row: Row, seat_tokens: State, emitted: list[Emitted], logprobs: list[RowLogprobs]
     ) -> None:
-        tokens = as_tokens(after)
+        tokens = seat_tokens[: row.end]
         if row.prompt_logprobs is not None:
             follow = list(row.tokens[1:]) + ([] if row.next_token is None else [row.next_token])
             entries = [
@@ -307,7 +317,7 @@ def logprob(before: Sequence[int], token: int) -> float:
     return -(_digest(before, token) % 1000) / 100
 
 
-def _page_entry(tokens: Sequence[int], position: int) -> int:
+def page_entry(tokens: Sequence[int], position: int) -> int:
     """What attention stores at `position`: it depends on every token up to there."""
     # A window is enough to tell one request from another, and keeps long prompts affordable.
     return hash((position, *tokens[max(0, position - 7) : position + 1]))

@@ -66,10 +66,17 @@ class Tower:
             cache_salt=cache_salt,
         )
 
+    def step(self) -> bool:
+        """One step; raises what the executor found wrong with it."""
+        busy = self.engine.step()
+        if self.executor.violation is not None:
+            raise self.executor.violation
+        return busy
+
     def run(self, limit: int = 10_000) -> int:
         """Step until idle; returns the number of steps."""
         for steps in range(limit):
-            if not self.engine.step():
+            if not self.step():
                 return steps
         raise AssertionError(f"still busy after {limit} steps")
 

@@ -1,0 +1,332 @@
+"""Faults to plant in the host tower, by the invariant they break; all must be found."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from millpond.engine import admission, scheduler
+from millpond.engine.commit import Committer
+from millpond.engine.ledger import Ledger
+from millpond.engine.request import Request, Sequence
+from millpond.engine.scheduler import PrefillRow, Scheduler
+from millpond.plan.step import Written
+from millpond.state.checkpoint import prefix_salt
+from millpond.state.lease import Phase, ProducerLease, ReaderLease
+from millpond.state.pool import StatePool
+from millpond.state.prefix import PrefixIndex
+from millpond.state.running import RunningState
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+FAULTS: dict[str, list[Fault]] = {}
+"""By the name of the invariant."""
+
+
+def breaks(invariant: str) -> Callable[[Fault], Fault]:
+    """Register a fault."""
+
+    def register(fault: Fault) -> Fault:
+        FAULTS.setdefault(invariant, []).append(fault)
+        return fault
+
+    return register
+
+
+@breaks("every_slot_is_in_one_phase")
+def a_slot_freed_is_not_given_out_again(patch: pytest.MonkeyPatch) -> None:
+    release = StatePool.release
+
+    def faulty(pool: StatePool, lease: Any) -> None:
+        release(pool, lease)
+        if pool.phase(lease.slot) is Phase.FREE and len(pool._free) > 1:
+            pool._free.pop()
+
+    patch.setattr(StatePool, "release", faulty)
+
+
+@breaks("open_means_one_producer_alone")
+def a_state_still_being_written_is_published(patch: pytest.MonkeyPatch) -> None:
+    def faulty(state: RunningState, pool: StatePool, holder: str = "index") -> ReaderLease:
+        current = state._current
+        assert current is not None
+        return pool._grant(ReaderLease(current.slot, current.generation, holder))
+
+    patch.setattr(RunningState, "publish", faulty)
+
+
+@breaks("sealed_means_readers_and_no_producer")
+def a_slot_is_reopened_though_others_read_it(patch: pytest.MonkeyPatch) -> None:
+    def faulty(pool: StatePool, lease: ReaderLease) -> ProducerLease:
+        pool._spend(lease)
+        pool._phase[lease.slot] = Phase.OPEN
+        return pool._grant(ProducerLease(lease.slot, lease.generation, lease.holder))
+
+    patch.setattr(StatePool, "reopen", faulty)
+
+
+@breaks("free_means_nobody")
+def the_first_release_frees_the_slot(patch: pytest.MonkeyPatch) -> None:
+    release = StatePool.release
+
+    def faulty(pool: StatePool, lease: Any) -> None:
+        release(pool, lease)
+        if pool.phase(lease.slot) is Phase.SEALED:
+            pool._phase[lease.slot] = Phase.FREE
+            pool._free.append(lease.slot)
+
+    patch.setattr(StatePool, "release", faulty)
+
+
+@breaks("a_row_starts_where_its_state_ends")
+def the_last_page_before_a_hit_is_folded_twice(patch: pytest.MonkeyPatch) -> None:
+    admit = admission.admit
+
+    def faulty(ledger: Ledger, sequence: Sequence, *rest: Any) -> Any:
+        admitted = admit(ledger, sequence, *rest)
+        if admitted is not None and sequence.folded:
+            sequence.folded -= 64
+        return admitted
+
+    patch.setattr(scheduler, "admit", faulty)
+
+
+@breaks("every_export_is_written")
+def what_was_planned_is_published(patch: pytest.MonkeyPatch) -> None:
+    """Not what the step reports."""
+    apply = Committer.apply
+
+    def faulty(committer: Committer, scheduled: Any, result: Any) -> None:
+        planned = [
+            (export.slot, export.end) for row in scheduled.plan.prefill for export in row.exports
+        ]
+        written = result.written + tuple(Written(*pair) for pair in planned)
+        apply(committer, scheduled, msgspec.structs.replace(result, written=written))
+
+    patch.setattr(Committer, "apply", faulty)
+
+
+@breaks("every_export_is_written")
+def the_planner_forgets_what_the_kernel_can_export(patch: pytest.MonkeyPatch) -> None:
+    init = Scheduler.__init__
+
+    def faulty(self: Scheduler, *args: Any) -> None:
+        init(self, *args)
+        self._granularity = 64
+
+    patch.setattr(Scheduler, "__init__", faulty)
+
+
+@breaks("only_committed_state_is_sealed")
+def a_failed_step_keeps_what_it_may_have_written(patch: pytest.MonkeyPatch) -> None:
+    def faulty(committer: Committer, sequence: Sequence, end: int, why: str) -> None:
+        sequence.state.commit(committer._ledger.pool, end)
+        sequence.folded = end
+
+    patch.setattr(Committer, "_lost", faulty)
+
+
+@breaks("findable_means_sealed_and_whole")
+def the_index_keeps_no_reference_on_its_pages(patch: pytest.MonkeyPatch) -> None:
+    publish = PrefixIndex.publish
+
+    def faulty(index: PrefixIndex, tokens: Any, end: int, handles: Any, *rest: Any) -> bool:
+        known = {node.page for node in index.nodes()}
+        is_new = publish(index, tokens, end, handles, *rest)
+        fresh = [node.page for node in index.nodes() if node.page not in known]
+        index._pages.release(fresh)
+        return is_new
+
+    patch.setattr(PrefixIndex, "publish", faulty)
+
+
+@breaks("a_refused_admission_changes_nothing")
+def a_refused_sequence_keeps_its_seat(patch: pytest.MonkeyPatch) -> None:
+    admit = admission.admit
+
+    def faulty(ledger: Ledger, *rest: Any) -> Any:
+        admitted = admit(ledger, *rest)
+        if admitted is None and len(ledger.seats) > 1:
+            ledger.seats.pop()
+        return admitted
+
+    patch.setattr(scheduler, "admit", faulty)
+
+
+@breaks("a_refused_admission_changes_nothing")
+def a_refused_sequence_keeps_the_checkpoint_it_matched(patch: pytest.MonkeyPatch) -> None:
+    has_room = admission._has_room
+
+    def faulty(ledger: Ledger, sequence: Sequence, match: Any, *rest: Any) -> bool:
+        room = has_room(ledger, sequence, match, *rest)
+        if not room and match.checkpoint is not None:
+            ledger.index.use(match, sequence.name)
+        return room
+
+    patch.setattr(admission, "_has_room", faulty)
+
+
+@breaks("a_finished_request_holds_nothing")
+def the_pages_of_an_ended_sequence_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    def faulty(committer: Committer, request: Request, reason: str, error: Any = None) -> None:
+        for sequence in request.samples:
+            if sequence.finish_reason is None:
+                if reason == "abort":
+                    sequence.pages = []
+                committer._scheduler.remove(sequence)
+                committer._outbox.end(sequence, reason, error)
+
+    patch.setattr(Committer, "end_request", faulty)
+
+
+@breaks("a_finished_request_holds_nothing")
+def the_seats_of_siblings_are_forgotten(patch: pytest.MonkeyPatch) -> None:
+    vacate = Ledger.vacate
+
+    def faulty(ledger: Ledger, sequence: Sequence) -> None:
+        siblings, sequence.siblings = sequence.siblings, []
+        vacate(ledger, sequence)
+        sequence.siblings = siblings
+
+    patch.setattr(Ledger, "vacate", faulty)
+
+
+@breaks("a_full_pool_skips_saving")
+def a_checkpoint_pushes_out_a_running_sequence(patch: pytest.MonkeyPatch) -> None:
+    def faulty(self: Scheduler) -> None:
+        for row in self._prefill:
+            for anchor in row.interior:
+                row.exports[anchor.end] = row.sequence.state.plan_export(
+                    self.ledger.pool, anchor.end
+                )
+
+    patch.setattr(Scheduler, "_plan_exports", faulty)
+
+
+@breaks("admitted_means_it_can_run")
+def pages_of_a_fan_out_are_not_reserved(patch: pytest.MonkeyPatch) -> None:
+    def faulty(ledger: Ledger, sequence: Sequence, match: Any, end: int, running: Any) -> bool:
+        wanted = admission.pages_for(end) - len(match.pages)
+        return bool(ledger.pool.num_free) and wanted <= ledger.pages.num_free
+
+    patch.setattr(admission, "_has_room", faulty)
+
+
+@breaks("admitted_means_it_can_run")
+def the_first_in_order_may_not_push_anybody_out(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "_push_out_last", lambda self, sequence: False)
+
+
+@breaks("admitted_means_it_can_run")
+def a_lone_sequence_is_stuck_behind_its_own_prefix(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "forget_prefixes", lambda self: False)
+
+
+@breaks("keys_name_all_that_matters")
+def keys_do_not_name_the_epoch(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "salt", lambda ledger, salt: _salt(epoch=0, cache_salt=salt))
+
+
+@breaks("keys_name_all_that_matters")
+def keys_do_not_name_the_salt_of_the_request(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Ledger, "salt", lambda ledger, _: _salt(epoch=ledger.epoch, cache_salt=""))
+
+
+@breaks("keys_name_all_that_matters")
+def what_ran_before_a_flush_is_published_after_it(patch: pytest.MonkeyPatch) -> None:
+    commit_prefill = Committer._commit_prefill
+
+    def faulty(self: Committer, planned: PrefillRow, *rest: Any) -> None:
+        planned.sequence.epoch = self._ledger.epoch
+        commit_prefill(self, planned, *rest)
+
+    patch.setattr(Committer, "_commit_prefill", faulty)
+
+
+def _salt(*, epoch: int, cache_salt: str) -> bytes:
+    return prefix_salt(epoch=epoch, model_identity=b"", adapter="", cache_salt=cache_salt)
+
+
+# Faults of this tower's own that are no invariant of the ledger.
+
+
+@breaks("chunks lie on the absolute grid")
+def a_row_ends_wherever_the_budget_ends(patch: pytest.MonkeyPatch) -> None:
+    def faulty(start: int, prompt_len: int, budget: int, *, oldest: bool) -> int:
+        return min(prompt_len, start + max(budget, 1))
+
+    patch.setattr(scheduler, "row_end", faulty)
+
+
+@breaks("saves lie on the alignment")
+def the_prompt_end_is_saved_on_the_page_grid(patch: pytest.MonkeyPatch) -> None:
+    plan_anchors = scheduler.plan_anchors
+
+    def faulty(start: int, end: int, prompt_len: int, alignment: int, *rest: Any) -> Any:
+        return plan_anchors(start, end, prompt_len, 64, *rest)
+
+    patch.setattr(scheduler, "plan_anchors", faulty)
+
+
+@breaks("generated tokens are folded one by one")
+def a_preempted_answer_is_recomputed_as_a_prompt(patch: pytest.MonkeyPatch) -> None:
+    preempt = Scheduler.preempt
+
+    def faulty(self: Scheduler, sequence: Sequence) -> None:
+        preempt(self, sequence)
+        sequence.prompt_len = len(sequence.tokens)
+
+    patch.setattr(Scheduler, "preempt", faulty)
+
+
+@breaks("a match leaves a token for the logits")
+def a_match_may_cover_the_whole_prompt(patch: pytest.MonkeyPatch) -> None:
+    match = PrefixIndex.match
+
+    def faulty(index: PrefixIndex, tokens: Any, salt: bytes, limit: int) -> Any:
+        return match(index, tokens, salt, len(tokens))
+
+    patch.setattr(PrefixIndex, "match", faulty)
+
+
+@breaks("a failed step may not have poisoned either")
+def the_poison_of_a_failed_step_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Scheduler, "failed", lambda self, scheduled: None)
+
+
+@breaks("samples share whole pages only")
+def samples_write_into_one_partial_page(patch: pytest.MonkeyPatch) -> None:
+    def faulty(ledger: Ledger, sequence: Sequence, end: int) -> None:
+        missing = max(0, admission.pages_for(end) - len(sequence.pages))
+        sequence.pages += ledger.pages.take(missing)
+        if end == sequence.prompt_len:
+            for one in sequence.siblings:
+                ledger.pages.retain(sequence.pages)
+                one.pages = list(sequence.pages)
+
+    patch.setattr(admission, "take_pages", faulty)
+    patch.setattr(scheduler, "take_pages", faulty)
+
+
+@breaks("a seat brings nothing from before")
+def a_seat_keeps_its_page_table(patch: pytest.MonkeyPatch) -> None:
+    def faulty(self: Sequence, seat: Any) -> None:
+        self.seat, self.own_seat = seat, (seat,)
+
+    patch.setattr(Sequence, "sit", faulty)
+
+
+@breaks("every stream ends")
+def an_abort_in_flight_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    from millpond.engine.loop import Engine
+
+    finish = Engine._finish_step
+
+    def faulty(self: Engine, *args: Any) -> None:
+        self._read_inbox()
+        self._aborting.clear()
+        finish(self, *args)
+
+    patch.setattr(Engine, "_finish_step", faulty)
