@@ -1,7 +1,7 @@
 """Cold against warm prompts, tokens per second, and where the host's time goes.
 
 python bench/engine/throughput.py [--model DIR] [--prompt 4000] [--batches 1 32] [--tokens 64]
-    [--trials 3] [--threads N]
+    [--trials 3]
 
 Runs the engine by hand on the inline executor: fixed seeds, no tokenizer, no HTTP. Medians
 of wall clock; the header names machine, versions and how busy the machine was before.
@@ -150,12 +150,12 @@ def main() -> int:
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--trials", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args()
-    torch.set_num_threads(given.threads)
-    print(f"| {given.model.name} | {_machine()}, {given.threads} threads |")
-    print("|---|---|")
+    machine = _machine()
     bench = Bench(given.model, max(given.batches))
+    threads = bench.worker.num_threads or torch.get_num_threads()
+    print(f"| {given.model.name} | {machine}, {threads} threads |")
+    print("|---|---|")
     bench.run([bench.prompt(256)], 4)  # first calls are slower
     lines = cold_and_warm(bench, given.prompt, given.trials)
     for batch in given.batches:

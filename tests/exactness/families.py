@@ -132,6 +132,7 @@ def executor(
         max_position=MAX_POSITION,
         export_granularity=found.export_granularity,
         eos_token_ids=(VOCAB - 1,),
+        num_threads=1,
         debug_poison=True,
     )
     return RecordingExecutor(worker, truth, where, count_writes=count_writes)

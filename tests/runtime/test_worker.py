@@ -93,6 +93,24 @@ def test_an_unknown_model_or_backend_is_refused_by_name(tmp_path: Path) -> None:
         small(kda_prefill_backend="flash_kda")
 
 
+def test_a_small_model_runs_on_one_thread_and_leaves_the_process_as_it_was() -> None:
+    worker = small()
+    seen: list[int] = []
+    forward = worker.runner.model.forward
+    worker.runner.model.forward = lambda *a: seen.append(torch.get_num_threads()) or forward(*a)  # type: ignore[method-assign]
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        first_token(worker)
+        assert seen == [1]
+        assert torch.get_num_threads() == 3
+        worker.num_threads = None
+        first_token(worker)
+        assert seen == [1, 3]
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_facts_count_the_bytes_that_are_then_allocated() -> None:
     facts = model_facts(describe(BUNDLED), dtype="float32", device="cpu")
     arenas = small(dtype="float32").runner.arenas
