@@ -105,9 +105,10 @@ def bind(
     reasons = {b.name: b.unusable(device) for b in known}
     usable = [b for b in known if reasons[b.name] is None]
 
-    def refuse(wanted: str) -> Refused:
+    def refuse(wanted: str, op: str | None = None) -> Refused:
         table = "; ".join(
-            f"{b.name}: {reasons[b.name] or f'usable, has {len(b.ops)} ops'}" for b in known
+            f"{b.name}: {reasons[b.name] or ('usable' if op in (None, *b.ops) else 'lacks it')}"
+            for b in known
         )
         return Refused(f"{wanted} cannot be served on {device}. Backends: {table}")
 
@@ -121,9 +122,9 @@ def bind(
         if name == "delta_prefill" and delta_prefill_backend != AUTO:
             serving = [b for b in serving if b.name == delta_prefill_backend]
             if not serving:
-                raise refuse(f"delta_prefill by {delta_prefill_backend!r}")
+                raise refuse(f"delta_prefill by {delta_prefill_backend!r}", name)
         if not serving:
-            raise refuse(f"op {name!r}")
+            raise refuse(f"op {name!r}", name)
         chosen[name] = serving[0]
     _log_table(device, chosen, reasons)
     functions = {name: b.ops[name] for name, b in chosen.items()}

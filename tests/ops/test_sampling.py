@@ -3,37 +3,80 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 from millpond.ops.reference import sampling as ops
-from millpond.ops.sampler import SamplerState
-from millpond.plan.sampling import SamplingParams
+from tests.ops.batches import ints
 
 VOCAB = 50
-EOS = (3, 7)
 
 
-def params(**changes: object) -> SamplingParams:
-    return SamplingParams(max_tokens=100, **changes)  # type: ignore[arg-type]
+@dataclass(frozen=True)
+class Ask:
+    """What a row asks for; `counts` are (token, times generated), `prompt` the prompt's tokens."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition: float = 1.0
+    presence: float = 0.0
+    frequency: float = 0.0
+    seed: int = 0
+    sample_index: int = 0
+    position: int = 4
+    counts: tuple[tuple[int, int], ...] = ((2, 1), (9, 1))
+    prompt: tuple[int, ...] = (1, 2)
+    bias: tuple[tuple[int, float], ...] = ()
+    forbidden: tuple[int, ...] = ()
+
+    @property
+    def penalises(self) -> bool:
+        return (self.repetition, self.presence, self.frequency) != (1.0, 0.0, 0.0)
 
 
-def state_of(
-    *requests: SamplingParams,
-    tokens: tuple[int, ...] = (1, 2, 2, 9),
-    prompt_len: int = 2,
-    vocab: int = VOCAB,
-) -> SamplerState:
-    state = SamplerState(len(requests), vocab, eos_token_ids=EOS, device=torch.device("cpu"))
-    for seat, request in enumerate(requests):
-        state.load(seat, request, sample_index=seat % 3, tokens=tokens, prompt_len=prompt_len)
-    return state
+def rows_of(*asks: Ask, vocab: int = VOCAB) -> ops.SamplingRows:
+    def floats(name: str) -> torch.Tensor:
+        return torch.tensor([getattr(a, name) for a in asks], dtype=torch.float32)
+
+    def integers(name: str) -> torch.Tensor:
+        return ints([getattr(a, name) for a in asks])
+
+    any_penalty = any(a.penalises for a in asks)
+    generated = torch.zeros(len(asks), vocab, dtype=torch.int32)
+    in_prompt = torch.zeros(len(asks), vocab, dtype=torch.bool)
+    for row, ask in enumerate(asks):
+        for token, times in ask.counts:
+            generated[row, token] = times
+        in_prompt[row, list(ask.prompt)] = True
+    bias = [(row, token, value) for row, a in enumerate(asks) for token, value in a.bias]
+    forbidden = [(row, token) for row, a in enumerate(asks) for token in a.forbidden]
+    return ops.SamplingRows(
+        **{n: floats(n) for n in ("temperature", "top_p", "min_p")},
+        **{n: floats(n) for n in ("repetition", "presence", "frequency")},
+        **{n: integers(n) for n in ("top_k", "seed", "sample_index", "position")},
+        generated=generated if any_penalty else None,
+        in_prompt=in_prompt if any_penalty else None,
+        bias_row=ints([b[0] for b in bias]),
+        bias_token=ints([b[1] for b in bias]),
+        bias_value=torch.tensor([b[2] for b in bias], dtype=torch.float32),
+        forbidden_row=ints([f[0] for f in forbidden]),
+        forbidden_token=ints([f[1] for f in forbidden]),
+        any_filter=any(a.top_k > 0 or a.top_p < 1 or a.min_p > 0 for a in asks),
+        any_penalty=any_penalty,
+        any_noise=any(a.temperature > 0 for a in asks),
+    )
 
 
-def draw(logits: torch.Tensor, request: SamplingParams, position: int = 4) -> int:
-    rows = state_of(request).rows([0], [position])
-    return int(ops.sample(logits[None], rows).token[0])
+def draw(logits: torch.Tensor, ask: Ask) -> int:
+    return int(ops.sample(logits[None], rows_of(ask)).token[0])
+
+
+def adjusted(logits: torch.Tensor, ask: Ask) -> torch.Tensor:
+    return ops.adjusted_logits(logits[None], rows_of(ask))[0]
 
 
 def random_logits(rows: int, vocab: int = VOCAB) -> torch.Tensor:
@@ -59,11 +102,8 @@ def reference_hash(seed: int, sample_index: int, position: int, token: int) -> i
 
 
 def test_noise_is_the_documented_hash_of_seed_sample_position_and_token() -> None:
-    draws = [(0, 0, 0), (1, 0, 5), (2**63 + 12345, 2, 70_000), (2**40, 1, 1)]
-    state = SamplerState(len(draws), VOCAB, eos_token_ids=(), device=torch.device("cpu"))
-    for seat, (seed, index, _) in enumerate(draws):
-        state.load(seat, params(seed=seed), sample_index=index, tokens=(), prompt_len=0)
-    rows = state.rows(range(len(draws)), [d[2] for d in draws])
+    draws = [(0, 0, 0), (1, 0, 5), (-(2**63) + 12345, 2, 70_000), (2**40, 1, 1)]
+    rows = rows_of(*(Ask(seed=s, sample_index=i, position=p) for s, i, p in draws))
     noise = ops.gumbel(rows.seed, rows.sample_index, rows.position, VOCAB)
     for row, (seed, index, position) in enumerate(draws):
         for token in (0, 1, 17, 49):
@@ -108,80 +148,77 @@ def test_neighbouring_positions_and_seeds_are_uncorrelated() -> None:
 
 
 def test_a_rows_token_does_not_depend_on_the_batch() -> None:
-    requests = [
-        params(seed=11),
-        params(seed=12, temperature=0.0),
-        params(seed=13, top_k=5, top_p=0.8),
-        params(seed=14, repetition_penalty=1.4, presence_penalty=0.7, frequency_penalty=0.3),
-        params(seed=15, min_p=0.2, temperature=1.7),
-        params(seed=16, logit_bias=((4, 3.0),), min_tokens=50),
-    ] * 4
-    logits = random_logits(len(requests), vocab=40_000)
-    state = state_of(*requests, vocab=40_000)
-    seats, positions = list(range(len(requests))), [4 + s for s in range(len(requests))]
-    together = ops.sample(logits, state.rows(seats, positions)).token
-    backwards = ops.sample(logits.flip(0), state.rows(seats[::-1], positions[::-1])).token.flip(0)
+    kinds = (
+        Ask(),
+        Ask(temperature=0.0),
+        Ask(top_k=5, top_p=0.8),
+        Ask(repetition=1.4, presence=0.7, frequency=0.3),
+        Ask(min_p=0.2, temperature=1.7),
+        Ask(bias=((4, 3.0),), forbidden=(3, 7)),
+    )
+    asks = [
+        replace(kinds[i % 6], seed=11 + i, sample_index=i % 3, position=4 + i) for i in range(24)
+    ]
+    vocab = 40_000
+    logits = random_logits(len(asks), vocab)
+    rows = rows_of(*asks, vocab=vocab)
+    together = ops.sample(logits, rows).token
+    backwards = ops.sample(logits.flip(0), rows_of(*asks[::-1], vocab=vocab)).token.flip(0)
     assert torch.equal(together, backwards)
-    scores = ops.adjusted_logits(logits, state.rows(seats, positions))
-    chosen, ids, values = ops.token_logprobs(logits, together, 3)
-    for seat in seats:
-        rows = state.rows([seat], [positions[seat]])
-        assert ops.sample(logits[seat : seat + 1], rows).token[0] == together[seat]
-        assert torch.equal(ops.adjusted_logits(logits[seat : seat + 1], rows)[0], scores[seat])
-        alone = ops.token_logprobs(logits[seat : seat + 1], together[seat : seat + 1], 3)
-        for mine, theirs in zip(alone, (chosen, ids, values), strict=True):
-            assert torch.equal(mine[0], theirs[seat])
+    scores = ops.adjusted_logits(logits, rows)
+    table = ops.token_logprobs(logits, together, 3)
+    for i, ask in enumerate(asks):
+        one, mine = logits[i : i + 1], rows_of(ask, vocab=vocab)
+        assert ops.sample(one, mine).token[0] == together[i]
+        assert torch.equal(ops.adjusted_logits(one, mine)[0], scores[i])
+        for alone, theirs in zip(
+            ops.token_logprobs(one, together[i : i + 1], 3), table, strict=True
+        ):
+            assert torch.equal(alone[0], theirs[i])
 
 
 def test_greedy_takes_the_lowest_of_equal_maxima() -> None:
     logits = torch.zeros(VOCAB)
     logits[[9, 30, 31]] = 2.0
-    assert draw(logits, params(temperature=0.0)) == 9
+    assert draw(logits, Ask(temperature=0.0)) == 9
 
 
 def test_repetition_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tokens() -> (
     None
 ):
-    logits = torch.zeros(1, VOCAB)
-    logits[0, [1, 2, 9, 4]] = torch.tensor([3.0, -3.0, 3.0, 3.0])
-    rows = state_of(params(repetition_penalty=1.5)).rows([0], [4])
-    scores = ops.adjusted_logits(logits, rows)[0]
-    assert scores[[1, 2, 9, 4]].tolist() == [2.0, -4.5, 2.0, 3.0]
-    assert logits[0, 1] == 3.0
+    logits = torch.zeros(VOCAB)
+    logits[[1, 2, 9, 4]] = torch.tensor([3.0, -3.0, 3.0, 3.0])
+    before = logits.clone()
+    assert adjusted(logits, Ask(repetition=1.5))[[1, 2, 9, 4]].tolist() == [2.0, -4.5, 2.0, 3.0]
+    assert torch.equal(logits, before)
 
 
 def test_presence_and_frequency_count_generated_tokens_only() -> None:
-    state = state_of(params(presence_penalty=0.5, frequency_penalty=0.25), tokens=(1, 2, 2, 2, 9))
-    state.observe([0], [9])
-    scores = ops.adjusted_logits(torch.zeros(1, VOCAB), state.rows([0], [6]))[0]
-    assert scores[1] == 0.0
-    assert scores[2] == -0.5 - 2 * 0.25
-    assert scores[9] == -0.5 - 2 * 0.25
+    ask = Ask(presence=0.5, frequency=0.25, counts=((2, 2), (9, 1)))
+    scores = adjusted(torch.zeros(VOCAB), ask)
+    assert scores[[1, 2, 9]].tolist() == [0.0, -0.5 - 2 * 0.25, -0.5 - 0.25]
+    assert scores.count_nonzero() == 2
 
 
-def test_a_new_request_on_a_seat_does_not_inherit_counts() -> None:
-    state = state_of(params(presence_penalty=1.0), params(presence_penalty=1.0))
-    state.load(0, params(), sample_index=0, tokens=(5, 6), prompt_len=1)
-    scores = ops.adjusted_logits(torch.zeros(2, VOCAB), state.rows([0, 1], [2, 4]))
-    assert not scores[0].any()
-    assert scores[1].any()
-    state.load(0, params(presence_penalty=1.0), sample_index=0, tokens=(5, 6), prompt_len=1)
-    scores = ops.adjusted_logits(torch.zeros(1, VOCAB), state.rows([0], [2]))[0]
-    assert scores.nonzero().flatten().tolist() == [6]
+def test_a_row_without_penalties_ignores_the_counts_of_its_neighbours_table() -> None:
+    scores = ops.adjusted_logits(torch.zeros(2, VOCAB), rows_of(Ask(presence=1.0), Ask()))
+    assert scores[0].any()
+    assert not scores[1].any()
 
 
-def test_logit_bias_is_added_and_forbidden_ends_wait_for_min_tokens() -> None:
-    request = params(temperature=0.0, min_tokens=3, stop_token_ids=(8,), logit_bias=((20, 6.0),))
+def test_logit_bias_is_added_and_forbidden_tokens_are_never_drawn() -> None:
     logits = torch.zeros(VOCAB)
-    logits[[3, 7, 8]] = 9.0
+    logits[[3, 7]] = 9.0
     logits[21] = 5.0
-    assert draw(logits, request, position=4) == 20  # two generated so far: ends are forbidden
-    assert draw(logits, request, position=5) == 3
-    assert draw(logits, params(temperature=0.0), position=4) == 3
+    ask = Ask(temperature=0.0, bias=((20, 4.0), (20, 2.0)), forbidden=(3, 7))
+    assert adjusted(logits, ask)[20] == 6.0
+    assert draw(logits, ask) == 20
+    assert draw(logits, replace(ask, forbidden=(3,))) == 7
+    assert draw(logits, replace(ask, forbidden=())) == 3
 
 
-def kept(request: SamplingParams, logits: torch.Tensor) -> list[int]:
-    rows = state_of(request).rows([0], [4])
+def kept(ask: Ask, logits: torch.Tensor) -> list[int]:
+    rows = rows_of(ask)
     out = ops.filtered(logits[None], top_k=rows.top_k, top_p=rows.top_p, min_p=rows.min_p)[0]
     assert torch.equal(out[out.isfinite()], logits[out.isfinite()])
     return out.isfinite().nonzero().flatten().tolist()
@@ -189,23 +226,23 @@ def kept(request: SamplingParams, logits: torch.Tensor) -> list[int]:
 
 def test_filters_keep_the_likeliest_with_ties_to_the_lower_id() -> None:
     logits = torch.log(torch.tensor([0.05, 0.3, 0.3, 0.2, 0.1, 0.05]))
-    assert kept(params(), logits) == [0, 1, 2, 3, 4, 5]
-    assert kept(params(top_k=1), logits) == [1]
-    assert kept(params(top_k=3), logits) == [1, 2, 3]
-    assert kept(params(top_p=0.01), logits) == [1]
-    assert kept(params(top_p=0.55), logits) == [1, 2]
-    assert kept(params(top_p=0.75), logits) == [1, 2, 3]
-    assert kept(params(min_p=0.5), logits) == [1, 2, 3]
-    assert kept(params(min_p=1.0), logits) == [1, 2]
-    assert kept(params(top_k=2, top_p=0.45), logits) == [1]  # mass counts after top-k
-    assert kept(params(top_k=5), torch.zeros(VOCAB)) == [0, 1, 2, 3, 4]
-    assert kept(params(top_p=0.09), torch.zeros(VOCAB)) == [0, 1, 2, 3, 4]
+    assert kept(Ask(), logits) == [0, 1, 2, 3, 4, 5]
+    assert kept(Ask(top_k=1), logits) == [1]
+    assert kept(Ask(top_k=3), logits) == [1, 2, 3]
+    assert kept(Ask(top_p=0.01), logits) == [1]
+    assert kept(Ask(top_p=0.55), logits) == [1, 2]
+    assert kept(Ask(top_p=0.75), logits) == [1, 2, 3]
+    assert kept(Ask(min_p=0.5), logits) == [1, 2, 3]
+    assert kept(Ask(min_p=1.0), logits) == [1, 2]
+    assert kept(Ask(top_k=2, top_p=0.45), logits) == [1]  # mass counts after top-k
+    assert kept(Ask(top_k=5), torch.zeros(VOCAB)) == [0, 1, 2, 3, 4]
+    assert kept(Ask(top_p=0.09), torch.zeros(VOCAB)) == [0, 1, 2, 3, 4]
 
 
 def test_filters_bound_what_is_drawn() -> None:
     logits = random_logits(1)[0]
     best = set(torch.topk(logits, 4).indices.tolist())
-    rows = [draw(logits, params(seed=s, top_k=4, temperature=5.0)) for s in range(60)]
+    rows = [draw(logits, Ask(seed=s, top_k=4, temperature=5.0)) for s in range(60)]
     assert set(rows) == best
 
 
@@ -213,11 +250,11 @@ def test_nonfinite_logits_are_reported_for_their_row_alone() -> None:
     logits = random_logits(4)
     logits[1, 5] = float("nan")
     logits[2, 6] = float("inf")
-    state = state_of(*[params(seed=s, top_k=9, min_tokens=5) for s in range(4)])
-    sampled = ops.sample(logits, state.rows(range(4), [4] * 4))
+    rows = rows_of(*(Ask(seed=s, top_k=9, forbidden=(3, 7)) for s in range(4)))
+    sampled = ops.sample(logits, rows)
     assert sampled.finite.tolist() == [True, False, False, True]
     assert ((sampled.token >= 0) & (sampled.token < VOCAB)).all()
-    clean = ops.sample(random_logits(4), state.rows(range(4), [4] * 4))
+    clean = ops.sample(random_logits(4), rows)
     assert clean.finite.all()
     assert torch.equal(clean.token[[0, 3]], sampled.token[[0, 3]])
 
