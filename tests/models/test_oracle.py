@@ -6,9 +6,12 @@ from collections.abc import Callable, Sequence
 from itertools import combinations, pairwise
 
 import torch
+from transformers.utils import logging
 
+from millpond.models.base import load
+from millpond.ops.bind import Bound
 from tests.support.batches import Bench
-from tests.support.oracle import Tiny, random_ids
+from tests.support.oracle import CPU, Tiny, random_ids
 
 TOLERANCE = 1e-4  # fp32; transformers' own prefill and decode differ by as much
 GRID = 64
@@ -107,6 +110,21 @@ def test_greedy_text_equals_transformers_over_200_steps(tiny: Tiny) -> None:
         (logits,) = bench.logits(decode=[bench.row(0, len(ids) - 1, ids[-1:], 0, 0)])
     chosen = tiny.reference(ids[:-1])[99:].argmax(-1)
     assert chosen.tolist() == ids[100:]
+    assert len(set(ids[100:])) > 10, "the text repeats itself and proves little"
+
+
+def test_bfloat16_is_no_further_from_fp32_than_transformers(
+    tiny: Tiny, prompt: list[int], ops: Bound
+) -> None:
+    """Mean distance over all logits: routing flips make single ones meaningless."""
+    logging.set_verbosity_error()
+    model_dir, exact = tiny.description.model_dir, tiny.reference(prompt)
+    oracle = type(tiny.oracle).from_pretrained(model_dir, dtype=torch.bfloat16).eval()
+    with torch.inference_mode():
+        theirs = oracle(input_ids=torch.tensor([prompt])).logits[0].float()
+    model = load(tiny.description, ops, dtype=torch.bfloat16, device=CPU)
+    ours = prefilled(Bench(model, tiny.description.layout(torch.bfloat16)), prompt, (128,))
+    assert (ours - exact).abs().mean() < 2.0 * (theirs - exact).abs().mean()
 
 
 def test_a_wrong_state_shows_256_tokens_later(tiny: Tiny) -> None:
