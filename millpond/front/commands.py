@@ -20,23 +20,20 @@ def _show(planned: Planned) -> None:
 def serve(flags: ServeFlags) -> int:
     """Serve until told to stop."""
     log_to_stderr(flags.log_level)
-    service = open_service(
-        flags.model,
-        flags.engine(),
-        flags.speculative(),
-        name=flags.model_name,
-        on_plan=_show,
-    )
-    try:
-        return server.serve(
-            service,
-            host=flags.server_name,
-            port=flags.server_port,
-            drain_seconds=flags.drain_seconds,
-            log_level=flags.log_level,
+    with server.bind(flags.server_name, flags.server_port) as address:
+        service = open_service(
+            flags.model,
+            flags.engine(),
+            flags.speculative(),
+            name=flags.model_name,
+            on_plan=_show,
         )
-    finally:
-        service.engine.close(drain=False, timeout=10.0)
+        try:
+            return server.serve(
+                service, address, drain_seconds=flags.drain_seconds, log_level=flags.log_level
+            )
+        finally:
+            service.engine.close(drain=False, timeout=10.0)
 
 
 def chat(flags: ChatFlags) -> int:

@@ -113,6 +113,7 @@ def open_service(
         )
     engine = Engine(_settings(resolved, defaults, directory), executor)
     engine.start()
+    log.info("sampling defaults of the model: %s", defaults)
     metrics.startup("plan", planned_at - begin)
     metrics.startup("load", loaded_at - planned_at)
     log.info("ready in %.1f s", time.perf_counter() - begin)

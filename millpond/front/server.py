@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import signal
+import socket
 import threading
 import uuid
+from contextlib import ExitStack
 from types import FrameType
 
 import uvicorn
@@ -15,7 +17,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import millpond
-from millpond.errors import MillpondError
+from millpond.errors import MillpondError, Refused
 from millpond.front import openai, operations, replies
 from millpond.front.service import Service
 from millpond.front.transport import ClientGone
@@ -135,12 +137,27 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
-def serve(service: Service, *, host: str, port: int, drain_seconds: float, log_level: str) -> int:
+def bind(host: str, port: int) -> socket.socket:
+    """The address to serve at, taken before a model is loaded for it. Raises `Refused`."""
+    with ExitStack() as undo:
+        try:
+            family, kind, protocol, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            made = undo.enter_context(socket.socket(family, kind, protocol))
+            made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            made.bind(address)
+        except OSError as error:
+            raise Refused(f"cannot listen on {host}:{port}: {error.strerror}") from error
+        undo.pop_all()
+        return made
+
+
+def serve(service: Service, address: socket.socket, *, drain_seconds: float, log_level: str) -> int:
     """Serve until SIGINT or SIGTERM, then drain for `drain_seconds` at most. Returns a status."""
+    host, port = address.getsockname()[:2]
     config = uvicorn.Config(
         build_app(service),
-        host=host,
-        port=port,
         log_level=log_level.lower(),
         access_log=log_level.upper() == "DEBUG",
         timeout_graceful_shutdown=round(drain_seconds) + 10,
@@ -150,8 +167,9 @@ def serve(service: Service, *, host: str, port: int, drain_seconds: float, log_l
     server = _Server(config, service, drain_seconds)
     # uvicorn raises the signal again after it has shut down; an orderly end is a success.
     before = {s: signal.signal(s, _ignore) for s in (signal.SIGINT, signal.SIGTERM)}
+    log.info("serving %s at http://%s:%d", service.name, host, port)
     try:
-        server.run()
+        server.run(sockets=[address])
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)

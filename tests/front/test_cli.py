@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 
 import pytest
 
@@ -109,8 +110,11 @@ def test_a_bad_flag_is_one_line_and_status_2(argv, words, capsys):
         (["chat", "hi", "--model", "/absent"], ["/absent", "millpond-tiny-glm"]),
         (["chat", "hi", "--tp", "2"], ["tp=2"]),
         (["chat", "hi", "--prefill-save-alignment", "100"], ["100", "64"]),
-        (["serve", "--speculative-num-draft-tokens", "3"], ["drafting"]),
-        (["serve", "--checkpoint-mode", "interior", "--no-enable-prefix-caching"], ["caching"]),
+        (["serve", "--server-port", "0", "--speculative-num-draft-tokens", "3"], ["drafting"]),
+        (
+            "serve --server-port 0 --checkpoint-mode split --no-enable-prefix-caching".split(),
+            ["split"],
+        ),
     ],
 )
 def test_what_cannot_be_served_is_one_line_and_status_1(argv, words, capsys):
@@ -118,6 +122,17 @@ def test_what_cannot_be_served_is_one_line_and_status_1(argv, words, capsys):
     err = capsys.readouterr().err
     assert err.count("\n") == 1
     assert all(w in err for w in words)
+
+
+def test_an_address_that_is_taken_is_told_before_a_model_is_loaded(capsys):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        port = taken.getsockname()[1]
+        taken.listen()
+        assert main(["serve", "/absent", "--server-port", str(port)]) == 1
+    err = capsys.readouterr().err
+    assert err.count("\n") == 1
+    assert f"127.0.0.1:{port}" in err
 
 
 def test_help_and_version(capsys):
