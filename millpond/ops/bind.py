@@ -106,11 +106,13 @@ def bind(
     usable = [b for b in known if reasons[b.name] is None]
 
     def refuse(wanted: str, op: str | None = None) -> Refused:
-        table = "; ".join(
+        table = [
             f"{b.name}: {reasons[b.name] or ('usable' if op in (None, *b.ops) else 'lacks it')}"
             for b in known
-        )
-        return Refused(f"{wanted} cannot be served on {device}. Backends: {table}")
+        ]
+        asked = {backend, delta_prefill_backend} - {AUTO, *reasons}
+        table += [f"{name}: not part of this installation" for name in sorted(asked)]
+        return Refused(f"{wanted} cannot be served on {device}. Backends: {'; '.join(table)}")
 
     if backend != AUTO:
         if backend not in {b.name for b in usable}:

@@ -77,6 +77,8 @@ def test_what_cannot_serve_is_refused_with_every_backends_reason(choice: dict[st
     assert next(iter(choice.values())) in message
     assert "broken: needs another device" in message
     assert "torch: usable" in message
+    for absent in {"unheard_of", "flash_kda"} & set(choice.values()):
+        assert f"{absent}: not part of this installation" in message
 
 
 def test_an_op_that_nobody_has_is_refused_by_name() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
 from millpond.ops.batch import WriteLog
-from millpond.ops.reference.conv import conv_prefill
-from millpond.ops.reference.delta import Gate, delta_decode
+from millpond.ops.reference.conv import conv_decode, conv_prefill
+from millpond.ops.reference.delta import Gate, delta_decode, delta_prefill
 from millpond.ops.reference.slots import boundary_store, read_slots, write_slots
 from tests.ops.batches import ints, make_rows, strided_bank
 
@@ -65,3 +66,19 @@ def test_slot_ids_above_4096_are_not_confused() -> None:
     delta_decode(*inputs, gate=gate, bank=bank, rows=make_rows([1], [8999], [4097]))
     assert bank[4097].any()
     assert bank.flatten(1).any(1).nonzero().flatten().tolist() == [4097, 8999]
+
+
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_a_form_without_rows_is_no_work(kind: str) -> None:
+    bank, window = torch.zeros(2, 3, 8, 16), torch.zeros(2, 5, 3)
+    q, v, beta = torch.zeros(0, 3, 16), torch.zeros(0, 3, 8), torch.zeros(0, 3)
+    decay = beta if kind == "gdn" else q
+    gate = Gate(torch.zeros(3), torch.zeros(3 if kind == "gdn" else 48))
+    for op in (delta_prefill, delta_decode):
+        rows = make_rows([])
+        assert op(q, q, v, decay, beta, gate=gate, bank=bank, rows=rows).shape == (0, 3, 8)
+        assert rows.written.agreed() == frozenset()
+    for op in (conv_prefill, conv_decode):
+        y = op(torch.zeros(0, 5), torch.zeros(5, 4), bank=window, rows=make_rows([]))
+        assert y.shape == (0, 5)
+    boundary_store(torch.zeros(0, 4), bank=torch.zeros(2, 4), rows=make_rows([]))

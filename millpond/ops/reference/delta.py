@@ -120,7 +120,7 @@ def delta_decode(
     qn, kn = normalise(q, k, heads)
     values = v.float()
     keep = torch.exp(log_decay(decay, gate))
-    keep = keep.view(*keep.shape[:2], 1, -1)  # over [V, K]: 1 or K factors
+    keep = keep[:, :, None] if keep.ndim == 3 else keep[:, :, None, None]  # over [V, K]
     weight = sigmoid(beta)[..., None]
     state = read_slots(bank, rows.state_in)
     o = torch.empty(v.shape, dtype=torch.float32, device=v.device)
