@@ -128,13 +128,20 @@ class CompletionLogprobs:
         logprob: float | None,
         top: Sequence[tuple[int, float]] | None,
     ) -> None:
-        text = self._tokenizer.token_text(token)
-        made["tokens"].append(text)
+        made["tokens"].append(self._label(token))
         made["token_logprobs"].append(None if logprob is None else _finite(logprob))
-        best = {} if top is None else {self._tokenizer.token_text(i): _finite(p) for i, p in top}
+        best = {} if top is None else {self._label(i): _finite(p) for i, p in top}
         made["top_logprobs"].append(best or None)
         made["text_offset"].append(self._offset)
-        self._offset += len(text)
+        self._offset += len(self._tokenizer.token_text(token))
+
+    def _label(self, token: int) -> str:
+        """A token's text; its bytes where they are no text, so that no two tokens look alike."""
+        data = self._tokenizer.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
 
 
 def _finite(logprob: float) -> float:

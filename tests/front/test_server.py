@@ -10,6 +10,8 @@ import time
 import httpx
 import openai
 import pytest
+from openai.types import Completion
+from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from millpond.errors import Rejected, Unavailable
 from millpond.telemetry import logger
@@ -139,6 +141,16 @@ def test_echo_with_logprobs_scores_the_prompt(server):
     assert server.service.engine.requests[0].params.prompt_logprobs == 1
 
 
+def test_tokens_that_are_no_text_are_told_apart_by_their_bytes(server):
+    tokens = server.service.tokenizer.encode("😀")
+    body = {"prompt": [tokens], "echo": True, "logprobs": 1, "max_tokens": 1}
+    choice = post(server, COMPLETE, body).json()["choices"][0]
+    labels = choice["logprobs"]["tokens"][:-1]
+    assert all(t.startswith("bytes:\\x") for t in labels)
+    assert len(set(labels)) == len(labels) > 1
+    assert choice["text"].startswith("😀")
+
+
 def test_a_prompt_can_be_scored_without_a_new_token(server):
     body = {"prompt": [40, 41], "echo": True, "logprobs": 0, "max_tokens": 0}
     choice = post(server, COMPLETE, body).json()["choices"][0]
@@ -247,6 +259,19 @@ def test_a_request_id_is_echoed_or_made(server):
     assert reply.json()["id"] == "chatcmpl-" + reply.headers["x-request-id"]
     mine = post(server, CHAT, {"messages": HELLO}, headers={"X-Request-Id": "mine"})
     assert mine.headers["x-request-id"] == "mine"
+
+
+def test_answers_have_the_shape_that_the_client_library_declares(server):
+    """The library itself is lenient; its types are not."""
+    more = {"n": 2, "logprobs": True, "top_logprobs": 1}
+    options = {"stream": True, "stream_options": {"include_usage": True}}
+    ChatCompletion.model_validate(chat(server, **more).json(), strict=True)
+    for chunk in events(chat(server, **more, **options)):
+        ChatCompletionChunk.model_validate(chunk, strict=True)
+    body = {"prompt": ["a", "b"], "logprobs": 1}
+    Completion.model_validate(post(server, COMPLETE, body).json(), strict=True)
+    for chunk in events(post(server, COMPLETE, body | options)):
+        Completion.model_validate(chunk, strict=True)
 
 
 # Bad input: 4xx, named, nothing submitted, nothing held.
