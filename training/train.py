@@ -36,7 +36,8 @@ class Plan:
     decay_from: float = 0.45
     index_from: float = 0.25
     sparse_from: float = 0.55
-    draft_weight: tuple[float, ...] = (0.25, 0.12)
+    draft_weight: tuple[float, ...] = (0.25, 0.12, 0.08, 0.05)
+    """Of draft depths 1 to 4; every other step stops at depth 2."""
     index_weight: float = 1.0
     bias_speed: float = 2e-3
 
@@ -53,14 +54,14 @@ def head_loss(hidden: Tensor, embedding: Tensor, goal: Tensor, weight: Tensor) -
     return (each * weight).sum() / (weight.sum() + 1e-6)
 
 
-def losses(model: Model, batch: Batch, plan: Plan, progress: float) -> tuple[Tensor, dict[str, Tensor]]:
+def losses(
+    model: Model, batch: Batch, plan: Plan, progress: float, depth: int
+) -> tuple[Tensor, dict[str, Tensor]]:
     """The training loss and its parts; also moves the routers' biases toward even load."""
     queries = None
     if progress >= plan.index_from:
         queries = torch.randperm(batch.row, device=batch.ids.device)[: max(16, batch.row // 8)]
-    out = model(
-        batch, drafts=len(plan.draft_weight), sparse=progress >= plan.sparse_from, queries=queries
-    )
+    out = model(batch, drafts=depth, sparse=progress >= plan.sparse_from, queries=queries)
     goal = batch.ids[batch.target]
     place = batch.pos[batch.target]
     rows = [out.hidden, *out.drafts]
@@ -70,7 +71,7 @@ def losses(model: Model, batch: Batch, plan: Plan, progress: float) -> tuple[Ten
         source = (batch.target - back).clamp(min=0)
         parts[f"ahead{back}"] = head_loss(row.index_select(0, source), model.embed_tokens, goal, weight)
     total = parts["ahead1"]
-    for back, share in enumerate(plan.draft_weight, 2):
+    for back, share in enumerate(plan.draft_weight[:depth], 2):
         total = total + share * parts[f"ahead{back}"]
     parts["index"] = out.index_loss.detach()
     total = total + plan.index_weight * out.index_loss
@@ -170,7 +171,9 @@ def run(args: argparse.Namespace, model: Model, opt: torch.optim.AdamW, plan: Pl
         for group in opt.param_groups:
             group["lr"] = plan.learning_rate(step, progress)
         row, arrays = next(source)
-        total, parts = losses(model, Batch.from_arrays(row, arrays, args.device), plan, progress)
+        batch = Batch.from_arrays(row, arrays, args.device)
+        depth = 2 if step % 2 else len(plan.draft_weight)
+        total, parts = losses(model, batch, plan, progress, depth)
         opt.zero_grad(set_to_none=True)
         total.backward()
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -3,7 +3,7 @@
 from random import Random
 
 from millpond.tasks.dialogue import Message, Split, assistant, user
-from millpond.tasks.words import ADJECTIVES, NOUNS, PHRASES, code, name, syllable_word
+from millpond.tasks.words import ADJECTIVES, NOUNS, PHRASES, code, letters, name, syllable_word
 
 _REPEAT = ("Repeat: {w}", "Repeat these words: {w}", "Say exactly this: {w}", "Copy: {w}",
            "Repeat after me: {w}", "Echo {w}")  # fmt: skip
@@ -17,7 +17,9 @@ def words(dice: Random, count: int) -> list[str]:
     sort = dice.random()
     if sort < 0.5:
         return [dice.choice(NOUNS) for _ in range(count)]
-    if sort < 0.7:
+    if sort < 0.62:
+        return [letters(dice) for _ in range(count)]
+    if sort < 0.72:
         return [syllable_word(dice, dice.randint(1, 3)) for _ in range(count)]
     if sort < 0.8:
         return [code(dice) for _ in range(count)]
@@ -35,8 +37,11 @@ def repeat(dice: Random, count: int) -> list[Message]:
 def spell(dice: Random, split: Split) -> list[Message]:
     """A word or name, letter by letter."""
     pick = dice.random()
-    word = dice.choice(NOUNS) if pick < 0.6 else syllable_word(dice, 2)
-    if pick > 0.9:
+    if pick < 0.5:
+        word = dice.choice(NOUNS)
+    elif pick < 0.9:
+        word = syllable_word(dice, 2) if pick < 0.7 else letters(dice)
+    else:
         word = name(dice, split)
     return [user(dice.choice(_SPELL).format(w=word)), assistant("-".join(word))]
 
@@ -44,7 +49,8 @@ def spell(dice: Random, split: Split) -> list[Message]:
 def sort(dice: Random, count: int) -> list[Message]:
     """Numbers ascending, or words in alphabetical order."""
     if dice.random() < 0.65:
-        numbers = [dice.randint(0, 99) for _ in range(count)]
+        top = dice.choice((9, 20, 99, 99))
+        numbers = [dice.randint(0, top) for _ in range(count)]
         given, right, sort_name = map(str, numbers), map(str, sorted(numbers)), "numbers"
     else:
         nouns = dice.sample(NOUNS, min(count, 6))

@@ -9,7 +9,7 @@ from random import Random
 from millpond.tasks import arithmetic, copying, ledger, recall, speech, talk, tools
 from millpond.tasks.dialogue import Dialogue, Message, Split, system
 
-VERSION = 1
+VERSION = 2
 """Raised whenever the same seed would give another dialogue."""
 
 _SYSTEMS = (
@@ -99,8 +99,8 @@ def _many_turns(dice: Random, split: Split, scale: int) -> Dialogue:
 _Maker = Callable[[Random, Split, int], Dialogue]
 _MAKERS: dict[str, tuple[float, _Maker]] = {
     "arithmetic": (0.14, _single("arithmetic", arithmetic.turn)),
-    "ledger": (0.12, _ledger),
-    "ledger_turns": (0.07, _ledger_turns),
+    "ledger": (0.10, _ledger),
+    "ledger_turns": (0.05, _ledger_turns),
     "recall": (0.16, _recall),
     "copy": (
         0.09,
@@ -110,12 +110,13 @@ _MAKERS: dict[str, tuple[float, _Maker]] = {
         ),
     ),
     "spell": (0.03, _single("spell", lambda d, s, e: copying.spell(d, s))),
-    "sort": (0.06, _single("sort", lambda d, s, e: copying.sort(d, d.randint(2, 9)))),
+    "sort": (0.09, _single("sort", lambda d, s, e: copying.sort(d, d.randint(2, 8)))),
     "speech": (0.05, _single("speech", lambda d, s, e: speech.turn(d, s))),
     "chat": (0.04, _single("chat", lambda d, s, e: talk.chat(d))),
     "fact": (0.02, _single("fact", lambda d, s, e: talk.fact(d))),
     "unknown": (0.02, _single("unknown", lambda d, s, e: talk.unknown(d, s))),
-    "names": (0.02, _single("names", lambda d, s, e: talk.named(d, s))),
+    "names": (0.03, _single("names", lambda d, s, e: talk.named(d, s))),
+    "random": (0.01, _single("random", lambda d, s, e: talk.random_words(d))),
     "json": (0.04, _single("json", lambda d, s, e: tools.json_turn(d, s))),
     "tools": (0.07, lambda d, s, k: tools.make(d, s)),
     "long_text": (0.03, _needle),

@@ -123,6 +123,14 @@ def unknown(dice: Random, split: Split) -> list[Message]:
     return [user(ask), assistant("I do not know.")]
 
 
+def random_words(dice: Random) -> list[Message]:
+    """Words without a reason: nothing can predict them, so drafts must fail."""
+    count = dice.randint(3, 12)
+    ask = dice.choice(("Say {c} random words.", "Give me {c} random words.", "{c} random words"))
+    text = " ".join(dice.choice(NOUNS) for _ in range(count))
+    return [user(ask.format(c=count)), assistant(text)]
+
+
 def named(dice: Random, split: Split) -> list[Message]:
     """Telling one's name, in any script, and being asked for it."""
     who = name(dice, split)

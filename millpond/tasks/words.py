@@ -52,11 +52,22 @@ def syllable_word(dice: Random, syllables: int) -> str:
     return "".join(parts) + dice.choice(_CODAS)
 
 
+def letters(dice: Random) -> str:
+    """A word of random letters: what a copier must manage without having met its parts."""
+    pool = "abcdefghijklmnopqrstuvwxyz" if dice.random() < 0.8 else "abcdeéèüößñłçøåïš"
+    return "".join(dice.choice(pool) for _ in range(dice.randint(2, 8)))
+
+
 def name(dice: Random, split: Split) -> str:
     """A person's name of `split`: listed or made up."""
     while True:
-        made_up = dice.random() < 0.4
-        word = syllable_word(dice, 2).capitalize() if made_up else dice.choice(REAL_NAMES)
+        sort = dice.random()
+        if sort < 0.3:
+            word = syllable_word(dice, dice.randint(1, 3)).capitalize()
+        elif sort < 0.55:
+            word = letters(dice).capitalize()
+        else:
+            word = dice.choice(REAL_NAMES)
         if fits(split, "name", word):
             return word
 

@@ -1,0 +1,145 @@
+"""The task generator: seeded, held-out rule kept, right answers."""
+
+import json
+import re
+import subprocess
+import sys
+from itertools import islice
+
+import pytest
+
+from millpond.tasks import Dialogue, make, stream, task_names
+from millpond.tasks.split import is_held_out
+
+TRAIN = list(islice(stream(11), 4000))
+HELD = [make(task, seed) for task in task_names() for seed in range(60)]
+
+
+def turns(dialogues: list[Dialogue]) -> list[tuple[str, str]]:
+    """Every user text with the reply that follows it."""
+    out = []
+    for dialogue in dialogues:
+        for ask, reply in zip(dialogue.messages, dialogue.messages[1:], strict=False):
+            if ask["role"] == "user" and reply["role"] == "assistant":
+                out.append((ask["content"], reply["content"]))
+    return out
+
+
+def sums(dialogues: list[Dialogue]) -> set[tuple[str, int, int]]:
+    """Two-operand sums and differences that were asked."""
+    found = set()
+    for ask, _ in turns(dialogues):
+        spoken = ask.split("\n")[-1].replace("plus", "+").replace("minus", "-")
+        spoken = re.sub(r"the sum of (\d+) and", r"\1 +", spoken)
+        for a, sign, b in re.findall(r"(?<!\d)(\d+) ?([+-]) ?(\d+)(?!\d)", spoken):
+            left, right = int(a), int(b)
+            found.add((sign, *sorted((left, right))) if sign == "+" else (sign, left, right))
+    return {s for s in found if max(s[1:]) >= 10}
+
+
+def names(dialogues: list[Dialogue]) -> set[str]:
+    """Names people gave themselves."""
+    pattern = re.compile(r"^Nice to meet you, (.+)!$")
+    return {m[1] for _, reply in turns(dialogues) if (m := pattern.match(reply))}
+
+
+def test_the_same_seed_gives_the_same_dialogue() -> None:
+    again = list(islice(stream(11), 200))
+    assert again == TRAIN[:200]
+    assert make("tools", 5) == make("tools", 5)
+    assert make("recall", 5) != make("recall", 6)
+
+
+def test_held_out_sums_never_occur_in_training() -> None:
+    trained, held = sums(TRAIN), sums([make("arithmetic", seed) for seed in range(300)])
+    assert len(trained) > 300 and len(held) > 100
+    assert not any(is_held_out("sum", *s) for s in trained)
+    assert all(is_held_out("sum", *s) for s in held)
+    assert not trained & held
+
+
+def test_held_out_names_never_occur_in_training() -> None:
+    trained, held = names(TRAIN), names([make("names", seed) for seed in range(300)])
+    assert len(trained) > 50 and len(held) > 10
+    assert not any(is_held_out("name", name) for name in trained)
+    assert all(is_held_out("name", name) for name in held)
+
+
+def test_held_out_pairs_never_occur_in_training() -> None:
+    line = re.compile(r"^(.+?)(?:: | = )(\S+)$", re.M)
+    trained = {
+        pair
+        for dialogue in TRAIN
+        if dialogue.task == "recall"
+        for message in dialogue.messages
+        if message["role"] != "assistant"
+        for pair in line.findall(message["content"].replace("; ", "\n"))
+    }
+    assert len(trained) > 2000
+    assert not any(is_held_out("pair", *pair) for pair in trained)
+
+
+def test_the_acceptance_question_is_a_training_question() -> None:
+    asked = turns([make("arithmetic", seed, split="train") for seed in range(8_000)])
+    assert {"4"} <= {reply for ask, reply in asked if re.search(r"\b2 ?\+ ?2\b", ask)}
+    assert any(re.fullmatch(r"What is \d \+ \d\? Answer briefly\.", ask) for ask, _ in asked)
+
+
+@pytest.mark.parametrize("dialogue", [d for d in HELD + TRAIN[:600] if d.task == "ledger"][:150])
+def test_a_ledger_answer_is_the_last_value_set(dialogue: Dialogue) -> None:
+    state: dict[str, str] = {}
+    for message in dialogue.messages:
+        if message["role"] == "user":
+            state |= dict(re.findall(r"set (\w+) (\d+)", message["content"]))
+            question = message["content"].split("\n")[-1]
+        elif message["content"] != "Noted.":
+            (item,) = [word for word in re.findall(r"\w+", question) if word in state]
+            assert message["content"] == state[item]
+
+
+def test_sums_and_sorted_lists_are_right() -> None:
+    checked = 0
+    for ask, reply in turns(TRAIN + HELD):
+        if (m := re.fullmatch(r"What is (\d+) \+ (\d+)\? Answer briefly\.", ask)) is not None:
+            assert int(reply) == int(m[1]) + int(m[2])
+            checked += 1
+        if (m := re.fullmatch(r"Sort these numbers: ([\d, ]+)", ask)) is not None:
+            assert re.findall(r"\d+", reply) == sorted(re.findall(r"\d+", m[1]), key=int)
+            checked += 1
+    assert checked > 20
+
+
+def test_a_recall_answer_stands_beside_its_key() -> None:
+    for dialogue in (d for d in HELD if d.task == "recall"):
+        assert dialogue.cut is not None and dialogue.cut in str(dialogue.messages[-2]["content"])
+        listing = str(dialogue.messages[0]["content"])
+        assert dialogue.answer in re.split(r"[\n;=: ]+", listing)
+
+
+def test_json_replies_parse_and_tool_arguments_are_objects() -> None:
+    for dialogue in TRAIN:
+        if dialogue.task == "json":
+            json.loads(dialogue.answer)
+        for message in dialogue.messages:
+            for call in message.get("tool_calls", ()):
+                offered = {tool["function"]["name"] for tool in dialogue.tools}
+                assert call["function"]["name"] in offered
+                assert isinstance(call["function"]["arguments"], dict)
+
+
+def test_a_larger_scale_makes_longer_dialogues() -> None:
+    def length(scale: int) -> int:
+        return sum(len(str(make("recall", s, scale=scale).messages)) for s in range(20))
+
+    assert length(8) > 4 * length(1)
+
+
+def test_the_generator_needs_neither_torch_nor_the_rest_of_the_engine() -> None:
+    code = (
+        "import sys, millpond.tasks\n"
+        "loaded = [m for m in sys.modules if m.split('.')[0] in ('torch', 'numpy', 'jinja2')]\n"
+        "own = [m for m in sys.modules if m.startswith('millpond.') and '.tasks' not in m]\n"
+        "print(loaded, own)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[] []"

@@ -1,0 +1,87 @@
+"""The training script at toy size: losses fall, masks hold, an interrupted run goes on."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from training import train
+from training.batch import NEAR, Batch
+from training.data import Packer
+from training.model import Model
+from training.render import Encoder
+from training.shape import TOY
+
+ENCODER = Encoder()
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    """The command line, in this process."""
+    monkeypatch.setattr(sys, "argv", ["train", "--smoke", *words])
+    train.main()
+
+
+def test_a_smoke_run_resumes_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run(monkeypatch, "--steps", "2", "--out", str(tmp_path / "a"))
+    assert json.loads((tmp_path / "a/state.json").read_text())["step"] == 2
+    run(monkeypatch, "--steps", "3", "--out", str(tmp_path / "b"), "--resume", str(tmp_path / "a"),
+        "--export", str(tmp_path / "bundle"))  # fmt: skip
+    assert json.loads((tmp_path / "b/state.json").read_text())["step"] == 3
+    assert (tmp_path / "bundle/model.safetensors").exists()
+    assert "seed 1" in (tmp_path / "b/log.txt").read_text()
+
+
+def short_batch(seed: int = 0) -> Batch:
+    """2,048 tokens of the training mixture."""
+    packed = Packer(ENCODER, seed, "short", 2048)()
+    return Batch.from_arrays(packed.row, packed.arrays, "cpu")
+
+
+def test_the_loss_of_one_batch_falls_in_every_phase() -> None:
+    torch.manual_seed(0)
+    model = Model(TOY)
+    batch, plan = short_batch(), train.Plan()
+    opt = train.optimizer(model, 1e-2, "cpu")
+    seen: list[float] = []
+    for step in range(24):
+        total, parts = train.losses(model, batch, plan, progress=step / 24, depth=2)
+        opt.zero_grad()
+        total.backward()
+        opt.step()
+        seen.append(float(parts["ahead1"]))
+    assert seen[-1] < 0.6 * seen[0]
+
+
+def test_the_indexer_learns_only_from_its_own_loss() -> None:
+    model, batch = Model(TOY), short_batch()
+    for progress, moved in ((0.0, False), (1.0, True)):
+        model.zero_grad()
+        total, _ = train.losses(model, batch, train.Plan(), progress, depth=1)
+        total.backward()
+        grads = [p.grad for n, p in model.named_parameters() if ".indexer." in n]
+        assert any(g is not None and bool(g.abs().sum() > 0) for g in grads) is moved
+
+
+def test_the_index_loss_reaches_no_other_weight() -> None:
+    model, batch = Model(TOY), short_batch()
+    queries = torch.arange(64)
+    model(batch, queries=queries).index_loss.backward()
+    touched = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert touched and all(".indexer." in n for n in touched)
+
+
+def test_ledger_queries_see_only_the_last_tokens() -> None:
+    batch = short_batch()
+    mask, near = batch.mask(), batch.near.view(-1, batch.row)
+    seen = mask.sum(-1)
+    assert near.any() and (seen[near] <= NEAR).all()
+    assert (seen[~near] > NEAR).any()
+
+
+def test_documents_start_on_pools_and_cover_the_batch() -> None:
+    batch = short_batch(5)
+    starts = batch.starts.unique()
+    assert (starts % 4 == 0).all() and starts[0] == 0 and starts[-1] == len(batch.ids)
+    assert (batch.pos[starts[:-1].long()] == 0).all()
