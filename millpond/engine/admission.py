@@ -34,34 +34,31 @@ def find_start(ledger: Ledger, sequence: Sequence) -> PrefixMatch:
     return ledger.index.match(prompt, sequence.salt, limit)
 
 
-def row_pages(sequence: Sequence, end: int) -> int:
-    """Pages that must be there for a row up to `end`.
+def missing_pages(sequence: Sequence, end: int) -> tuple[int, int]:
+    """Pages to take for a row up to `end`: its own, and the siblings' copies of a partial page.
 
-    At the prompt's end each sibling gets a page of its own, unless the end is on the page grid.
+    Siblings get their pages with the row that ends the prompt; on the page grid they copy none.
     """
+    own = max(0, pages_for(end) - len(sequence.pages))
     fans_out = end == sequence.prompt_len and end % PAGE_SIZE
-    return pages_for(end) + (len(sequence.siblings) if fans_out else 0)
-
-
-def pages_wanted(sequence: Sequence) -> int:
-    """Pages a sequence and its siblings need, all in all, to get past the tokens known so far."""
-    return row_pages(sequence, len(sequence.tokens))
+    copies = sum(not one.pages for one in sequence.siblings) if fans_out else 0
+    return own, copies
 
 
 def take_pages(ledger: Ledger, sequence: Sequence, end: int) -> None:
-    """The pages of a row up to `end`, and what its siblings need when it ends the prompt.
+    """The pages of a row up to `end`, and its siblings' when it ends the prompt.
 
-    `Exhausted` with nothing taken.
+    `Exhausted` with nothing taken. Taking again what a planned row did not use takes nothing.
     """
-    missing = max(0, pages_for(end) - len(sequence.pages))
-    copies = row_pages(sequence, end) - pages_for(end)
-    taken = ledger.pages.take(missing + copies)
+    own, copies = missing_pages(sequence, end)
+    taken = ledger.pages.take(own + copies)
     sequence.pages += taken[copies:]
     if end == sequence.prompt_len:
         whole = sequence.pages[: end // PAGE_SIZE]
         for index, one in enumerate(sequence.siblings):
-            ledger.pages.retain(whole)
-            one.pages = whole + (taken[index : index + 1] if copies else [])
+            if not one.pages:
+                ledger.pages.retain(whole)
+                one.pages = whole + (taken[index : index + 1] if copies else [])
 
 
 class Admitted(NamedTuple):
@@ -103,7 +100,7 @@ def admit(
         if not ledger.pool.num_free and not ledger.evict_slot():
             ledger.drop_checkpoint_of(sequence)
         state_in, state_out = sequence.state.plan_output(ledger.pool)
-        ledger.evict_pages(row_pages(sequence, end) - len(sequence.pages))
+        ledger.evict_pages(sum(missing_pages(sequence, end)))
         take_pages(ledger, sequence, end)
         for one in sequence.group:
             one.sit(ledger.seats.pop())
@@ -124,9 +121,9 @@ def _has_room(
     # The matched checkpoint counts: as its only reader the sequence may take it over.
     if not (pool.num_free or index.evictable_slots):
         return False
-    promised = [pages_wanted(other) - len(other.pages) for other in running]
-    wanted = pages_wanted(sequence) if promised else row_pages(sequence, end)
-    wanted += sum(max(0, n) for n in promised) - len(match.pages)
+    wanted = sum(missing_pages(sequence, len(sequence.tokens) if running else end))
+    wanted += sum(sum(missing_pages(other, len(other.tokens))) for other in running)
+    wanted -= len(match.pages)
     if wanted <= pages.num_free:
         return True
     return wanted <= pages.num_free + index.evictable_pages - len(match.pages)

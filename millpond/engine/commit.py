@@ -9,8 +9,9 @@ from collections.abc import Mapping
 
 from millpond.engine.ledger import Ledger
 from millpond.engine.outbox import Outbox
+from millpond.engine.planned import PrefillRow, Scheduled
 from millpond.engine.request import Request, Sequence
-from millpond.engine.scheduler import PrefillRow, Scheduled, Scheduler
+from millpond.engine.scheduler import Scheduler
 from millpond.errors import Broken
 from millpond.plan.step import Emitted, Row, StepResult
 from millpond.state.lease import Seat, SlotId

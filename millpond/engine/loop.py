@@ -16,8 +16,9 @@ from millpond.engine.commit import Committer
 from millpond.engine.ledger import Ledger
 from millpond.engine.lifecycle import new_epoch
 from millpond.engine.outbox import Outbox
+from millpond.engine.planned import Scheduled
 from millpond.engine.request import Request
-from millpond.engine.scheduler import Scheduled, Scheduler
+from millpond.engine.scheduler import Scheduler
 from millpond.engine.settings import EngineSettings
 from millpond.engine.stream import RequestStream
 from millpond.engine.types import EngineRequest, EngineStats

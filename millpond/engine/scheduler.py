@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
-from collections.abc import Iterable
 from operator import attrgetter
 
-from millpond.engine.admission import admit, row_pages, take_pages
+from millpond.engine.admission import admit, missing_pages, take_pages
 from millpond.engine.ledger import Ledger
+from millpond.engine.planned import PrefillRow, Scheduled, fan_out, seat_load
 from millpond.engine.request import Sequence
 from millpond.errors import Broken, Exhausted
 from millpond.plan.checkpoints import Anchor, ladder_interval, plan_anchors
@@ -19,7 +19,6 @@ from millpond.plan.prefill import row_end, split_at
 from millpond.plan.step import (
     PAGE_SIZE,
     Capabilities,
-    Export,
     FanOut,
     PageUpdate,
     Row,
@@ -32,65 +31,6 @@ from millpond.state.lease import PageId, SlotId
 logger = logging.getLogger(__name__)
 
 _order = attrgetter("order")
-
-
-class PrefillRow:
-    """A row of a prompt on its way into the plan: exports come last, when all rows have slots."""
-
-    __slots__ = ("anchors", "end", "exports", "sequence", "state_in", "state_out")
-
-    def __init__(
-        self,
-        sequence: Sequence,
-        end: int,
-        anchors: tuple[Anchor, ...],
-        slots: tuple[SlotId | None, SlotId],
-    ) -> None:
-        self.sequence = sequence
-        self.end = end
-        self.anchors = anchors  # in start < anchor <= end
-        self.state_in, self.state_out = slots
-        self.exports: dict[int, SlotId] = {}
-
-    @property
-    def interior(self) -> tuple[Anchor, ...]:
-        """The anchors that need an export; one at the row's end is the row's own output."""
-        return tuple(a for a in self.anchors if a.end < self.end)
-
-    def freeze(self) -> Row:
-        """The row as the device gets it."""
-        sequence, end = self.sequence, self.end
-        spec = sequence.request.spec
-        asks = sequence.request.prompt_logprobs is not None
-        emits = end == len(sequence.tokens)
-        return Row(
-            request=spec.request_id,
-            seat=sequence.seat,
-            start=sequence.folded,
-            tokens=tuple(sequence.tokens[sequence.folded : end]),
-            state_in=self.state_in,
-            state_out=self.state_out,
-            exports=tuple(Export(at, self.exports[at]) for at in sorted(self.exports)),
-            emit_seats=tuple(one.seat for one in sequence.group) if emits else (),
-            prompt_logprobs=spec.params.prompt_logprobs if asks else None,
-            next_token=sequence.tokens[end] if asks and end < sequence.prompt_len else None,
-        )
-
-
-class Scheduled:
-    """A plan, and whose rows it holds: `prefill[i]` and `decode[i]` belong to the plan's rows i."""
-
-    __slots__ = ("decode", "plan", "prefill")
-
-    def __init__(self, plan: StepPlan, prefill: list[PrefillRow], decode: list[Sequence]) -> None:
-        self.plan = plan
-        self.prefill = prefill
-        self.decode = decode
-
-    @property
-    def sequences(self) -> Iterable[Sequence]:
-        """Everyone who has a row."""
-        return (*(row.sequence for row in self.prefill), *self.decode)
 
 
 class Scheduler:
@@ -242,7 +182,7 @@ class Scheduler:
     def _make_pages(self, sequence: Sequence, end: int) -> bool:
         """Take the pages of a row: free ones, evicted ones, those of whoever comes later."""
         ledger = self.ledger
-        wanted = row_pages(sequence, end) - len(sequence.pages)
+        wanted = sum(missing_pages(sequence, end))
         while ledger.pages.num_free < wanted:
             ledger.evict_pages(wanted)
             if ledger.pages.num_free >= wanted or self._push_out_last(sequence):
@@ -283,6 +223,8 @@ class Scheduler:
             if self._prefill and self._budget < PAGE_SIZE:
                 return
             sequence = self.waiting[0]
+            if sequence.failures and any(one.failures for one in self.running):
+                return  # one suspect at a time, so that it does not fail with the others again
             first = admit(self.ledger, sequence, self.running, self._first_end)
             if first is None:
                 self._blocked = sequence
@@ -290,7 +232,7 @@ class Scheduler:
             self.waiting.pop(0)
             self.enter(sequence)
             for one in sequence.group:
-                self._seat_loads.append(_seat_load(one))
+                self._seat_loads.append(seat_load(one))
             slots = (first.state_in, first.state_out)
             if sequence.folded < sequence.prompt_len:
                 self._add_prefill(sequence, first.end, slots)
@@ -308,7 +250,7 @@ class Scheduler:
         self._budget -= end - sequence.folded
         if end == sequence.prompt_len:
             for one in sequence.siblings:
-                self._fan_outs.append(_fan_out(sequence, one))
+                self._fan_outs.append(fan_out(sequence, one))
         for one in sequence.group:
             self._send_pages(one)
 
@@ -375,23 +317,3 @@ class Scheduler:
         )
         self._step += 1
         return Scheduled(plan, self._prefill, self._decode)
-
-
-def _seat_load(sequence: Sequence) -> SeatLoad:
-    spec = sequence.request.spec
-    return SeatLoad(
-        seat=sequence.seat,
-        request=spec.request_id,
-        sample_index=sequence.index,
-        params=spec.params,
-        tokens=tuple(sequence.tokens),
-        prompt_len=sequence.prompt_len,
-    )
-
-
-def _fan_out(source: Sequence, target: Sequence) -> FanOut:
-    """The partial page and the tail of `source` go to `target`; whole pages are shared."""
-    page, offset = divmod(source.prompt_len, PAGE_SIZE)
-    if not offset:
-        return FanOut(source.seat, target.seat, None, None)
-    return FanOut(source.seat, target.seat, source.pages[page].id, target.pages[page].id)

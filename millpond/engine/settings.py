@@ -49,6 +49,11 @@ class EngineSettings:
                 f"checkpoint_budget {self.checkpoint_budget} and checkpoint_interval"
                 f" {self.checkpoint_interval} must not be negative"
             )
+        if capabilities.num_slots < 1 or capabilities.num_pages < 1:
+            raise Refused(
+                f"nothing can run with {capabilities.num_slots} slots and"
+                f" {capabilities.num_pages} pages"
+            )
         if self.max_batch_size > capabilities.num_seats:
             raise Refused(
                 f"max_batch_size {self.max_batch_size} exceeds the {capabilities.num_seats} seats"

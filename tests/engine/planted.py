@@ -11,8 +11,9 @@ import pytest
 from millpond.engine import admission, scheduler
 from millpond.engine.commit import Committer
 from millpond.engine.ledger import Ledger
+from millpond.engine.planned import PrefillRow
 from millpond.engine.request import Request, Sequence
-from millpond.engine.scheduler import PrefillRow, Scheduler
+from millpond.engine.scheduler import Scheduler
 from millpond.plan.step import Written
 from millpond.state.checkpoint import prefix_salt
 from millpond.state.lease import Phase, ProducerLease, ReaderLease
@@ -299,7 +300,7 @@ def the_poison_of_a_failed_step_is_forgotten(patch: pytest.MonkeyPatch) -> None:
 @breaks("samples share whole pages only")
 def samples_write_into_one_partial_page(patch: pytest.MonkeyPatch) -> None:
     def faulty(ledger: Ledger, sequence: Sequence, end: int) -> None:
-        missing = max(0, admission.pages_for(end) - len(sequence.pages))
+        missing, _ = admission.missing_pages(sequence, end)
         sequence.pages += ledger.pages.take(missing)
         if end == sequence.prompt_len:
             for one in sequence.siblings:

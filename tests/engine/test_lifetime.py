@@ -1,0 +1,170 @@
+"""Aborts at every moment, failures, death and closing: every stream ends, nothing stays held."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from millpond.errors import Unavailable
+from tests.support.symbolic import step_failure
+from tests.support.towers import Tower, collect
+
+
+def reasons(stream) -> list[str | None]:
+    """Finish reasons of all samples."""
+    return [reason for _, reason in collect(stream).values()]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("steps", range(7))
+@pytest.mark.parametrize("in_flight", [False, True])
+def test_an_abort_at_any_moment_ends_the_stream_and_leaves_nothing_held(steps, in_flight, n):
+    tower = Tower(num_slots=4, max_prefill_tokens=64)
+    stream = tower.engine.submit(tower.request(range(200), n=n, max_tokens=50))
+    for _ in range(steps):
+        tower.step()
+    if in_flight:
+        tower.executor.during = lambda plan: stream.abort()
+    else:
+        stream.abort()
+    tower.step()
+    assert reasons(stream) == ["abort"] * n
+    tower.run()
+    assert tower.engine.stats().finished == {"abort": 1}
+    again = tower.request(range(200), max_tokens=9)
+    tower.executor.during = None
+    assert tower.answers([again]) == [tower.naive(again)]
+    tower.assert_nothing_is_held()
+
+
+def test_an_abort_while_waiting_needs_no_step():
+    tower = Tower(max_batch_size=1)
+    first = tower.engine.submit(tower.request(range(100)))
+    second = tower.engine.submit(tower.request(range(100)))
+    tower.step()
+    second.abort()
+    second.abort()
+    tower.step()
+    assert reasons(second) == ["abort"]
+    tower.run()
+    assert reasons(first) == ["length"]
+    first.abort()
+    tower.engine.abort("unknown")
+    assert not tower.step()
+
+
+def test_a_prompt_cancelled_in_flight_hits_no_deeper_than_what_was_written():
+    tower = Tower(max_prefill_tokens=128, checkpoint_interval=64)
+    stream = tower.engine.submit(tower.request(range(600)))
+    tower.step()
+    tower.executor.fail = step_failure
+    tower.executor.during = lambda plan: stream.abort()
+    tower.step()
+    assert reasons(stream) == ["abort"]
+    tower.executor.fail = tower.executor.during = None
+    again = tower.request(range(600))
+    assert tower.answers([again]) == [tower.naive(again)]
+    assert tower.outcomes[again.request_id].cached_tokens == 128
+
+
+def test_a_failed_step_publishes_nothing_and_is_repeated():
+    tower = Tower()
+    requests = [tower.request(range(seed, seed + 150), n=2) for seed in range(2)]
+    failures = iter([True, False, False, False, True, False])
+    tower.executor.fail = lambda plan: step_failure(plan) if next(failures, False) else None
+    streams = [tower.engine.submit(request) for request in requests]
+    tower.step()
+    assert tower.engine.stats().slots_checkpoint == 0
+    tower.run()
+    assert [collect(stream) for stream in streams] == [tower.naive(r) for r in requests]
+    assert tower.engine.stats().steps_failed == 2
+
+
+def test_an_executor_that_dies_ends_every_stream_with_an_error():
+    tower = Tower(max_batch_size=1)
+    streams = [tower.engine.submit(tower.request(range(100), n=1)) for _ in range(3)]
+    tower.step()
+    tower.executor.fail = lambda plan: RuntimeError("the device fell off the bus")
+    tower.engine.step()
+    assert [reasons(stream) for stream in streams] == [["error"]] * 3
+    assert not tower.engine.healthy
+    assert "fell off the bus" in str(tower.engine.failure)
+    with pytest.raises(Unavailable, match="fell off the bus"):
+        tower.engine.submit(tower.request(range(10)))
+    assert not tower.engine.step()
+    stats = tower.engine.stats()
+    assert stats.slots_running == stats.requests_running == stats.requests_waiting == 0
+    tower.engine.flush_cache()
+    tower.engine.close()
+    assert tower.executor.closed
+
+
+def test_a_defect_of_the_engine_itself_ends_the_streams_and_is_raised(monkeypatch):
+    tower = Tower()
+    stream = tower.engine.submit(tower.request(range(100)))
+    monkeypatch.setattr(tower.engine._committer, "apply", lambda *_: [][0])
+    with pytest.raises(IndexError):
+        tower.engine.step()
+    assert reasons(stream) == ["error"]
+    assert not tower.engine.healthy
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_closing_with_drain_finishes_what_was_accepted_and_refuses_the_rest(threaded):
+    tower = Tower(max_batch_size=1)
+    requests = [tower.request(range(100)) for _ in range(3)]
+    streams = [tower.engine.submit(request) for request in requests]
+    if threaded:
+        tower.engine.start()
+    tower.engine.close(drain=True)
+    assert [collect(stream) for stream in streams] == [tower.naive(r) for r in requests]
+    with pytest.raises(Unavailable):
+        tower.engine.submit(tower.request(range(10)))
+    tower.engine.close()
+    stats = tower.engine.stats()
+    assert (stats.slots_free, stats.pages_free) == (stats.slots_total, stats.pages_total)
+    assert tower.executor.closed
+
+
+@pytest.mark.parametrize("threaded", [False, True])
+def test_closing_without_drain_aborts_what_runs_and_what_waits(threaded):
+    tower = Tower(max_batch_size=1)
+    entered, go_on = threading.Event(), threading.Event()
+    streams = [tower.engine.submit(tower.request(range(100), max_tokens=5000)) for _ in range(2)]
+    if threaded:
+
+        def hold(plan):
+            entered.set()
+            assert go_on.wait(30)
+
+        tower.executor.during = hold
+        tower.engine.start()
+        assert entered.wait(30)
+        closing = threading.Thread(target=tower.engine.close, kwargs={"drain": False})
+        closing.start()
+        go_on.set()
+        closing.join(30)
+        assert not closing.is_alive()
+    else:
+        tower.step()
+        tower.engine.close(drain=False)
+    assert [reasons(stream) for stream in streams] == [["abort"], ["abort"]]
+    stats = tower.engine.stats()
+    assert (stats.slots_free, stats.pages_free) == (stats.slots_total, stats.pages_total)
+
+
+def test_a_drain_that_takes_too_long_is_cut_short():
+    tower = Tower(num_pages=5)
+    stream = tower.engine.submit(tower.request(range(10), max_tokens=10_000, ignore_eos=True))
+    tower.engine.start()
+    tower.engine.close(drain=True, timeout=0)
+    assert reasons(stream)[0] in ("abort", "length")
+
+
+def test_an_engine_is_started_once():
+    tower = Tower()
+    tower.engine.start()
+    with pytest.raises(RuntimeError):
+        tower.engine.start()
+    tower.engine.close()
