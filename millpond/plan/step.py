@@ -52,8 +52,36 @@ class Row(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         return self.start + len(self.tokens)
 
 
+class VerifyRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """A live sequence's share of a forward with drafts; its tokens are on the device, by seat.
+
+    Folds the `pending` drafts accepted last time and the certain token after them, which leaves the
+    state with end `start + pending + 1` in `state_out`, then runs `num_drafts` drafts for their
+    outputs only. Every token after the certain one draws; a draft is accepted when it is what was
+    drawn in its place. `start` and `pending` are what the host knows, the device's own counts
+    decide. `export` is conditional: in force only where the folded tokens pass its `end`; at the
+    row's own end it must not be planned, that state is `state_out`.
+    """
+
+    request: str
+    seat: Seat
+    start: int
+    pending: int
+    num_drafts: int
+    state_in: SlotId
+    state_out: SlotId
+    export: Export | None = None
+
+    @property
+    def end(self) -> int:
+        """The end of the state the row leaves in `state_out`."""
+        return self.start + self.pending + 1
+
+
 class SeatLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """A request takes a seat: its sampling data is installed, its page table emptied, tails cleared.
+
+    The seat is live again, and may be in a verify row, once it has drawn a token in a later row.
 
     `tokens` are all tokens known so far (prompt, then what it generated before a preemption), of
     which the first `prompt_len` are the prompt: the sampler counts them for penalties.
@@ -89,11 +117,16 @@ class FanOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
-    """One forward. Order on the device: poison, seat loads, page updates, forward, sample, fan out."""
+    """One forward.
+
+    Order on the device: poison, seat loads, page updates, forward, sample, fan out, propose drafts
+    for every seat that drew. Tokens are packed prefill, decode, verify.
+    """
 
     step: int
     prefill: tuple[Row, ...] = ()
     decode: tuple[Row, ...] = ()
+    verify: tuple[VerifyRow, ...] = ()
     seat_loads: tuple[SeatLoad, ...] = ()
     page_updates: tuple[PageUpdate, ...] = ()
     fan_outs: tuple[FanOut, ...] = ()
@@ -102,8 +135,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens folded by the forward."""
-        return sum(len(r.tokens) for r in self.prefill) + sum(len(r.tokens) for r in self.decode)
+        """Tokens that go through the model: known ones, and drafts."""
+        known = sum(len(row.tokens) for row in self.prefill + self.decode)
+        return known + sum(1 + row.num_drafts for row in self.verify)
 
 
 class Emitted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -118,6 +152,14 @@ class Emitted(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     finite: bool = True
     logprob: float | None = None
     top: tuple[tuple[int, float], ...] = ()
+
+
+class Verified(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Of `drafted` drafts of a verify row, the first `accepted` were what the model drew itself."""
+
+    seat: Seat
+    drafted: int
+    accepted: int
 
 
 class TokenLogprob(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -144,10 +186,15 @@ class Written(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
-    """What a step really did: the tokens drawn and the (slot, end) pairs all layers wrote."""
+    """What a step really did: the tokens drawn and the (slot, end) pairs all layers wrote.
+
+    `emitted` holds one token for each drawing seat of a known row, and for each verify row its
+    accepted drafts and one more, in order.
+    """
 
     step: int
     emitted: tuple[Emitted, ...] = ()
+    verified: tuple[Verified, ...] = ()
     written: tuple[Written, ...] = ()
     prompt_logprobs: tuple[RowLogprobs, ...] = ()
 
@@ -161,6 +208,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     export_granularity: int  # an export is possible at absolute multiples of this
     vocab_size: int
     max_position: int  # tokens a sequence may hold
+    num_draft_tokens: int = 0  # drafts a live sequence may verify in a step; 0: no verify rows
 
 
 class Executor(Protocol):
