@@ -244,9 +244,7 @@ def resolve(
     """
     check(config, speculative)
     caching = config.enable_prefix_caching and config.checkpoint_mode != "off"
-    mode: Literal["interior", "split", "off"] = "off"
-    if config.enable_prefix_caching:
-        mode = config.checkpoint_mode or "interior"
+    mode = (config.checkpoint_mode or "interior") if config.enable_prefix_caching else "off"
     save = config.prefill_save_alignment
     auto = "float32" if device == "cpu" else "bfloat16"
     sizes = _Sizes(config, facts, available, device, caching)
@@ -326,12 +324,11 @@ class _Sizes:
     def bytes(self, pages: int | None = None) -> int:
         """Bytes of all three arenas with `pages` pages."""
         slots = self.config.num_state_slots or self.batch + 1 + self.checkpoints
-        f = self.facts
-        pages = self.pages if pages is None else pages
+        f, pages = self.facts, self.pages if pages is None else pages
         return slots * f.slot_bytes + pages * f.page_bytes + self.batch * f.seat_bytes
 
     def session_pages(self) -> int:
-        """Pages of one sequence of full length."""
+        """Pages of the longest sequence."""
         return -(-self.session_len // PAGE)
 
     def fit_slots(self) -> None:
