@@ -1,7 +1,7 @@
 """The contract between the host tower and the device tower: one frozen plan in, one report out.
 
-Everything here is plain data (ints, strings, tuples), so that a plan can cross a process boundary as
-it is. On the host "no slot" is None; the device stages it as a negative id.
+Everything here is plain data (ints, strings, tuples), so that a plan can cross a process boundary
+as it is. On the host "no slot" is None; the device stages it as a negative id.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class VerifyRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
 
 class SeatLoad(msgspec.Struct, frozen=True, kw_only=True, gc=False):
-    """A request takes a seat: its sampling data is installed, its page table emptied, tails cleared.
+    """A request takes a seat: sampling data is installed, page table emptied, tails cleared.
 
     The seat is live again, and may be in a verify row, once it has drawn a token in a later row.
 
