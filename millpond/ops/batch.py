@@ -1,8 +1,9 @@
 """One forward as device tensors: what every op and layer reads, and what sampling
 returns; knows no plan and no model.
 
-Shape letters: T packed tokens (prefill rows first, then decode rows), N rows in that same order,
-E exports, M positions whose logits are wanted, P pages of the longest row.
+Shape letters: T packed tokens (prefill rows first, then decode rows, then verify rows), N rows in
+that same order, E exports, M positions whose logits are wanted, P pages of the longest row; of
+verify rows: B rows, K drafts at most.
 """
 
 from __future__ import annotations
@@ -71,8 +72,56 @@ class RowSlots:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class VerifyRows:
+    """Rows that fold what was accepted last time and one certain token, then verify drafts.
+
+    Row b folds the `pending[b]` drafts whose raw inputs its seat's ring holds in bank `parity[b]`,
+    then `first`, the certain token: the slot that ends at `base` becomes one that ends at `base +
+    pending + 1`, written once. Its drafts follow for outputs only; their raw inputs go to the
+    ring's other bank. The packed tokens are `width` = K + 1 places a row: `first` (at position
+    `base + pending`), `num_drafts` drafts, padding. Replayed tokens have no place among them.
+
+    Counters are read on the device alone: shapes come from B and K. Negative slots and seats mean
+    none; a row of no seat has no token at all. `written` counts tokens from `base`.
+    """
+
+    width: int  # K + 1
+    state_in: torch.Tensor  # [B] int64, may be shared between rows
+    state_out: torch.Tensor  # [B] int64
+    base: torch.Tensor  # [B] int64, end of `state_in`
+    pending: torch.Tensor  # [B] int64, 0 .. K
+    num_drafts: torch.Tensor  # [B] int64, 0 .. K
+    parity: torch.Tensor  # [B] int64, 0 or 1
+    seats: torch.Tensor  # [B] int64
+    export_row: torch.Tensor  # [E] int64
+    export_end: torch.Tensor  # [E] int64, absolute; written when base < end <= base + pending + 1
+    export_slot: torch.Tensor  # [E] int64
+    written: WriteLog = field(default_factory=WriteLog, compare=False)
+
+    @property
+    def num_rows(self) -> int:
+        """B."""
+        return self.state_in.shape[0]
+
+    @property
+    def num_tokens(self) -> int:
+        """Packed tokens of this form, padding included."""
+        return self.num_rows * self.width
+
+    @property
+    def filled(self) -> torch.Tensor:
+        """Which places hold a token, the others are padding: [B, K + 1] bool."""
+        place = torch.arange(self.width, device=self.seats.device)
+        return (place <= self.num_drafts[:, None]) & (self.seats >= 0)[:, None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ForwardBatch:
-    """Everything a model needs to know about one forward."""
+    """Everything a model needs to know about one forward.
+
+    Of verify rows the host knows bounds only: `starts` from below, `ends` from above. Their padding
+    has page -1, any token id and any position; `row_end` does not count it.
+    """
 
     token_ids: torch.Tensor  # [T] int64
     positions: torch.Tensor  # [T] int64, absolute
@@ -80,7 +129,7 @@ class ForwardBatch:
     token_page: torch.Tensor  # [T] int64, page a token's KV goes to
     token_offset: torch.Tensor  # [T] int64, its place within that page
     prefill: RowSlots  # the first `prefill.num_tokens` tokens, chunk form
-    decode: RowSlots  # the rest, per-token form
+    decode: RowSlots  # the next `decode.num_tokens`, per-token form
     row_start: torch.Tensor  # [N] int64, position of each row's first token
     row_end: torch.Tensor  # [N] int64, position after its last
     starts: tuple[int, ...]  # row_start on the host
@@ -88,11 +137,17 @@ class ForwardBatch:
     seats: torch.Tensor  # [N] int64
     page_table: torch.Tensor  # [N, P] int64, negative beyond a row's pages
     logits_at: torch.Tensor  # [M] int64, indices into the T tokens
+    verify: VerifyRows | None = None  # the last `verify.num_tokens`
 
     @property
     def num_prefill_tokens(self) -> int:
         """Tokens in chunk form; they come first."""
         return self.prefill.num_tokens
+
+    @property
+    def first_verify_token(self) -> int:
+        """Tokens before those of the verify rows."""
+        return self.prefill.num_tokens + self.decode.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -50,6 +50,10 @@ class Bound:
     delta_prefill: Op
     delta_decode: Op
     boundary_store: Callable[..., None]
+    conv_verify: Pair
+    delta_verify: Op
+    hidden_before_verify: Op
+    boundary_verify: Callable[..., None]
     write_kv: Callable[..., None]
     paged_gqa: Op
     paged_mla: Op

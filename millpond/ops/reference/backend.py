@@ -16,6 +16,7 @@ from millpond.ops.reference import (
     moe,
     sampling,
     slots,
+    verify,
 )
 
 
@@ -38,6 +39,10 @@ BACKEND = Backend(
         "delta_prefill": delta.delta_prefill,
         "delta_decode": delta.delta_decode,
         "boundary_store": slots.boundary_store,
+        "conv_verify": verify.conv_verify,
+        "delta_verify": verify.delta_verify,
+        "hidden_before_verify": verify.hidden_before_verify,
+        "boundary_verify": verify.boundary_verify,
         "write_kv": attention.write_kv,
         "paged_gqa": attention.paged_gqa,
         "paged_mla": attention.paged_mla,

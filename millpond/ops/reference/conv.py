@@ -7,6 +7,8 @@ order, one elementwise operation each: chunk form and per-token form are the sam
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 
 from millpond.ops.batch import RowSlots
@@ -37,14 +39,11 @@ def conv_prefill(
     packed[begin[:, None] + steps] = window
     packed[place + history] = x
 
-    total = weight[:, 0].float() * packed[place].float()
-    for tap in range(1, history + 1):
-        total = total + weight[:, tap].float() * packed[place + tap].float()
-
+    y = convolve((packed[place + tap] for tap in range(history + 1)), weight)
     windows = packed[(begin[row] + folded)[:, None] + steps]  # [N + E, W - 1, C]
     write_slots(bank, slot, windows.transpose(1, 2))
     rows.written.record(slot, folded)
-    return silu(total).to(x.dtype)
+    return y.to(x.dtype)
 
 
 def conv_decode(
@@ -52,3 +51,12 @@ def conv_decode(
 ) -> torch.Tensor:
     """As `conv_prefill`, for rows in per-token form: they may start off the grid."""
     return conv_prefill(x, weight, bank=bank, rows=rows)
+
+
+def convolve(inputs: Iterable[torch.Tensor], weight: torch.Tensor) -> torch.Tensor:
+    """inputs [..., C], one for each tap, oldest first; weight [C, W] -> y [..., C] fp32."""
+    taps = (weight[:, j].float() * x.float() for j, x in enumerate(inputs))
+    total = next(taps)
+    for tap in taps:
+        total = total + tap
+    return silu(total)

@@ -116,12 +116,7 @@ def delta_decode(
 
     Exports are possible after every token. Rows may share a `state_in`.
     """
-    heads = v.shape[1]
-    qn, kn = normalise(q, k, heads)
-    values = v.float()
-    keep = torch.exp(log_decay(decay, gate))
-    keep = keep[:, :, None] if keep.ndim == 3 else keep[:, :, None, None]  # over [V, K]
-    weight = sigmoid(beta)[..., None]
+    tokens = TokenInputs.of(q, k, v, decay, beta, gate)
     state = read_slots(bank, rows.state_in)
     o = torch.empty(v.shape, dtype=torch.float32, device=v.device)
     lengths = rows.cu_seqlens[1:] - rows.cu_seqlens[:-1]
@@ -129,10 +124,9 @@ def delta_decode(
     for step in range(max(rows.lengths, default=0)):
         active = (lengths > step).nonzero().squeeze(1)
         at = rows.cu_seqlens[active] + step
-        s = state[active] * keep[at]
-        error = weight[at] * (values[at] - (s * kn[at][:, :, None]).sum(-1))
-        s = s + error[..., None] * kn[at][:, :, None]
-        o[at] = (s * qn[at][:, :, None]).sum(-1)
+        token = tokens.at(at)
+        s = token.fold(state[active])
+        o[at] = token.read(s)
         state[active] = s
         due = (rows.export_offset == step + 1).nonzero().squeeze(1)
         writes.append((rows.export_slot[due], state[rows.export_row[due]]))
@@ -142,6 +136,49 @@ def delta_decode(
     _, folded, slot = write_targets(rows)
     rows.written.record(slot, folded)
     return o.to(v.dtype)
+
+
+@dataclass(frozen=True, slots=True)
+class TokenInputs:
+    """What the per-token form folds, made ready: n tokens in fp32, every head its own key."""
+
+    q: torch.Tensor  # [n, H, K]
+    k: torch.Tensor  # [n, H, K]
+    v: torch.Tensor  # [n, H, V]
+    keep: torch.Tensor  # [n, H, 1, 1 or K], what decay leaves of a state [V, K]
+    weight: torch.Tensor  # [n, H, 1], beta
+
+    @classmethod
+    def of(
+        cls,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        decay: torch.Tensor,
+        beta: torch.Tensor,
+        gate: Gate,
+    ) -> TokenInputs:
+        """From what `delta_decode` is given."""
+        qn, kn = normalise(q, k, v.shape[1])
+        keep = torch.exp(log_decay(decay, gate))
+        keep = keep[:, :, None] if keep.ndim == 3 else keep[:, :, None, None]
+        return cls(qn, kn, v.float(), keep, sigmoid(beta)[..., None])
+
+    def at(self, index: torch.Tensor) -> TokenInputs:
+        """Some of them: index [m] int64."""
+        return TokenInputs(
+            self.q[index], self.k[index], self.v[index], self.keep[index], self.weight[index]
+        )
+
+    def fold(self, state: torch.Tensor) -> torch.Tensor:
+        """One token into each of n states [n, H, V, K]."""
+        s = state * self.keep
+        error = self.weight * (self.v - (s * self.k[:, :, None]).sum(-1))
+        return s + error[..., None] * self.k[:, :, None]
+
+    def read(self, state: torch.Tensor) -> torch.Tensor:
+        """What the tokens' queries read of states [n, H, V, K]: [n, H, V]."""
+        return (state * self.q[:, :, None]).sum(-1)
 
 
 def normalise(q: torch.Tensor, k: torch.Tensor, heads: int) -> tuple[torch.Tensor, torch.Tensor]:
