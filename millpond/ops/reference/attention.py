@@ -3,8 +3,8 @@
 Scores, softmax and sums are fp32. A query folds tiles of 64 positions, one page each, in rising
 order from position 0, with a running maximum and sum; so its bytes depend on nothing but its own
 past: not on the batch, nor on where its row begins. Chunk-form rows give one block of 64 queries
-per page of queries, per-token rows one block per token; all heads that share keys stand in the same
-block.
+per page of queries, per-token and verify rows one block per token; all heads that share keys stand
+in the same block.
 """
 
 from __future__ import annotations
@@ -83,7 +83,11 @@ class QueryBlocks:
 
 
 def query_blocks(batch: ForwardBatch) -> tuple[QueryBlocks, ...]:
-    """Blocks of chunk-form rows (W = 64), then of per-token rows (W = 1); empty ones left out."""
+    """Blocks of chunk-form rows (W = 64), then of per-token rows, then of verify rows (W = 1).
+
+    A kind without tokens is left out. The padding of verify rows gives blocks of no token and no
+    tile.
+    """
     device = batch.token_ids.device
     tokens, row, tiles, at = [], [], [], 0
     for index, length in enumerate(batch.prefill.lengths):
@@ -105,18 +109,26 @@ def query_blocks(batch: ForwardBatch) -> tuple[QueryBlocks, ...]:
                 max(tiles),
             )
         )
-    if batch.decode.num_tokens:
-        longest = max(batch.ends[batch.prefill.num_rows :])
-        token = torch.arange(at, at + batch.decode.num_tokens, device=device)
-        found.append(
-            QueryBlocks(
-                token[:, None],
-                batch.token_row[token],
-                batch.positions[token] // TILE + 1,
-                -(-longest // TILE),
-            )
-        )
+    singles = at + batch.decode.num_tokens
+    if singles > at:
+        filled = torch.ones(singles - at, dtype=torch.bool, device=device)
+        found.append(_single_queries(batch, at, filled))
+    if batch.verify is not None and batch.verify.num_rows:
+        found.append(_single_queries(batch, singles, batch.verify.filled.flatten()))
     return tuple(found)
+
+
+def _single_queries(batch: ForwardBatch, first: int, filled: torch.Tensor) -> QueryBlocks:
+    """One block for each token from packed token `first` on: filled [B] bool, whether it is one."""
+    token = torch.arange(first, first + filled.shape[0], device=filled.device)
+    tiles = batch.positions[token] // TILE + 1
+    longest = max(batch.ends[batch.prefill.num_rows :])
+    return QueryBlocks(
+        torch.where(filled, token, -1)[:, None],
+        batch.token_row[token],
+        torch.where(filled, tiles, 0),
+        -(-longest // TILE),
+    )
 
 
 def page_tile(

@@ -2,7 +2,10 @@
 
 A pool is `pool` consecutive positions counted from 0; it has a key once its last token is folded.
 Pooled keys lie in the pages, next to the latents of their tokens; the raw keys and gates of the
-unfinished pool lie in the seat's tail, by position modulo the pool. (KPool indexer of GLM-5.3.)
+unfinished pool lie in the seat's tail, by position modulo its size R: a multiple of the pool, and
+at least pool + K where K drafts are verified, since some of those must be forgotten again. A pool
+that a rejected draft completed is written anew by the token that completes it in its stead, before
+any query sees it. (KPool indexer of GLM-5.3.)
 """
 
 from __future__ import annotations
@@ -27,7 +30,7 @@ def pool_keys(
     """Write the key of every pool that this forward completes, and every row's new tail.
 
     key, gate [T, D]; position_bias [pool, D]; pooled_pages [Pg, 64 / pool, D]; tails
-    [seats, pool, 2, D] (keys, then gates). The key is the mean of the pool's keys under a softmax
+    [seats, R, 2, D] (keys, then gates). The key is the mean of the pool's keys under a softmax
     of gate + position_bias over the pool, per channel: softmax in fp32, rounded to the model dtype.
     """
     pool = position_bias.shape[0]
@@ -38,7 +41,8 @@ def pool_keys(
     behind = torch.arange(pool - 1, -1, -1, device=key.device)  # tokens before the last, by slot
     source = done[:, None] - behind
     here = position[done][:, None] - behind >= batch.row_start[row[done]][:, None]
-    tail = tails.index_select(0, seat[done].clamp(min=0)).to(key.dtype)  # [n, pool, 2, D]
+    member = (position[done][:, None] - behind) % tails.shape[1]
+    tail = tails[seat[done].clamp(min=0)[:, None], member].to(key.dtype)  # [n, pool, 2, D]
     tail = tail.masked_fill((seat[done] < 0)[:, None, None, None], 0.0)
     both = torch.stack((key, gate), 1)[source.clamp(min=0)]
     both = torch.where(here[..., None, None], both, tail)
@@ -57,9 +61,12 @@ def pool_keys(
     pooled_pages[page[some], place[some]] = pooled[some].to(pooled_pages.dtype)
 
     end = batch.row_end[row]
-    open_pool = (position >= end - end % pool) & (seat >= 0)
-    entry = torch.stack((key, gate), 1)[open_pool].to(tails.dtype)
-    tails[seat[open_pool], position[open_pool] % pool] = entry
+    kept = position >= end - end % pool
+    if batch.verify is not None:  # any of a verify row's tokens may turn out to be in the open pool
+        kept[batch.first_verify_token :] = batch.verify.filled.flatten()
+    kept = kept & (seat >= 0)
+    entry = torch.stack((key, gate), 1)[kept].to(tails.dtype)
+    tails[seat[kept], position[kept] % tails.shape[1]] = entry
 
 
 def select(
