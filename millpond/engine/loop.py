@@ -128,7 +128,10 @@ class Engine:
             done.wait()
 
     def stats(self) -> EngineStats:
-        """A snapshot; numbers of a step that is under way may be half counted."""
+        """A snapshot; numbers of a step that is under way may be half counted.
+
+        Pages that the index holds count as evictable, though running requests may hold some too.
+        """
         ledger, scheduler, counters = self._ledger, self._scheduler, self._ledger.counters
         running = len({id(sequence.request) for sequence in tuple(scheduler.running)})
         with self._changed:
@@ -138,7 +141,7 @@ class Engine:
             requests_running=running,
             requests_waiting=max(0, live - running),
             slots_free=free,
-            slots_running=ledger.pool.size - free - checkpoints,
+            slots_running=max(0, ledger.pool.size - free - checkpoints),
             slots_checkpoint=checkpoints,
             slots_total=ledger.pool.size,
             pages_free=ledger.pages.num_free,

@@ -424,15 +424,19 @@ def explore(machine: type[RuleBasedStateMachine], seeds: Iterable[int]) -> None:
     find little here and cost most of the time.
     """
     for number in seeds:
-        run_state_machine_as_test(
-            seed(number)(lambda: machine()),
-            settings=settings(
-                max_examples=9,
-                stateful_step_count=25,
-                deadline=None,
-                database=None,
-                phases=[Phase.generate],
-                suppress_health_check=list(HealthCheck),
-            ),
-            _min_steps=12,
-        )
+        try:
+            run_state_machine_as_test(
+                seed(number)(lambda: machine()),
+                settings=settings(
+                    max_examples=9,
+                    stateful_step_count=25,
+                    deadline=None,
+                    database=None,
+                    phases=[Phase.generate],
+                    suppress_health_check=list(HealthCheck),
+                ),
+                _min_steps=12,
+            )
+        except Exception as error:
+            error.add_note(f"to repeat: explore({machine.__name__}, [{number}])")
+            raise
