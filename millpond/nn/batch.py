@@ -1,38 +1,60 @@
 """Staging: a `StepPlan` becomes the device tensors of one forward.
 
-Knows the seats' page tables on the device; does not know what a model does with a batch. Only what
-changed is sent: pages as they are added, never a whole table. One packed buffer crosses to the
-device per forward.
+Knows the seats' page tables and counters on the device; does not know what a model does with a
+batch. Only what changed is sent: pages as they are added, never a whole table. One packed buffer
+crosses to the device per forward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import numpy as np
 import torch
 
 from millpond.errors import Broken
-from millpond.ops.batch import ForwardBatch, RowSlots
-from millpond.plan.step import PAGE_SIZE, PageUpdate, Row, StepPlan
+from millpond.nn.counters import SeatCounters
+from millpond.ops.batch import ForwardBatch, RowSlots, VerifyRows
+from millpond.plan.step import PAGE_SIZE, PageUpdate, Row, StepPlan, VerifyRow
 
 NONE = -1
 """A slot or page that is not there, as the device spells it."""
 
 
-class Staging:
-    """The page table of every seat, `[num_seats, max_pages]` int64, and the packing of plans."""
+@dataclass(frozen=True, slots=True)
+class _Places:
+    """The packed tokens of verify rows, [B, K + 1], and where each row's begin and end, [B]."""
 
-    def __init__(self, num_seats: int, max_pages: int, device: torch.device) -> None:
+    token: torch.Tensor
+    position: torch.Tensor
+    page: torch.Tensor
+    start: torch.Tensor
+    end: torch.Tensor
+
+
+class Staging:
+    """The page table of every seat, `[num_seats, max_pages]` int64, and the packing of plans.
+
+    With `num_drafts` > 0 also the seats' counters: tokens, positions and pages of verify rows are
+    computed from them on the device.
+    """
+
+    def __init__(
+        self, num_seats: int, max_pages: int, device: torch.device, num_drafts: int = 0
+    ) -> None:
         self.device = device
+        self.num_drafts = num_drafts
+        self.counters = SeatCounters(num_seats, num_drafts, device)
         self.page_table = torch.full((num_seats, max_pages), NONE, dtype=torch.int64, device=device)
         self._num_pages = [0] * num_seats  # filled entries of each seat's table
 
     def empty(self, seats: Sequence[int]) -> None:
-        """Forget the pages of these seats."""
+        """Forget the pages and counters of these seats."""
         if not seats:
             return
+        self.counters.reset(seats)
         self.page_table[torch.tensor(seats, device=self.device)] = NONE
         for seat in seats:
             self._num_pages[seat] = 0
@@ -63,59 +85,148 @@ class Staging:
         """
         rows = plan.prefill + plan.decode
         lengths = [len(row.tokens) for row in rows]
-        starts = tuple(row.start for row in rows)
-        ends = tuple(row.end for row in rows)
-        for row in rows:
-            if row.end > self._num_pages[row.seat] * PAGE_SIZE:
+        starts = tuple(row.start for row in rows + plan.verify)
+        ends = (*(row.end for row in rows), *(row.end + row.num_drafts for row in plan.verify))
+        for row, row_end in zip(rows + plan.verify, ends, strict=True):
+            if row.seat >= 0 and row_end > self._num_pages[row.seat] * PAGE_SIZE:
                 raise Broken(
-                    f"row of {row.request} ends at {row.end}, its seat {row.seat} holds"
+                    f"row of {row.request} ends at {row_end}, its seat {row.seat} holds"
                     f" {self._num_pages[row.seat]} pages"
                 )
-        num_tokens = sum(lengths)
-        seats = np.array([row.seat for row in rows], np.int64)
-        row_of = np.repeat(np.arange(len(rows), dtype=np.int64), lengths)
-        positions = np.repeat(np.array(starts, np.int64), lengths) + _ramp(lengths)
-        prefill, decode = _pack_slots(plan.prefill), _pack_slots(plan.decode)
+        known = len(rows)
         sent = self._send(
             (
-                np.fromiter(chain.from_iterable(row.tokens for row in rows), np.int64, num_tokens),
-                positions,
-                row_of,
-                seats[row_of],
-                positions // PAGE_SIZE,
-                positions % PAGE_SIZE,
-                seats,
-                np.array(starts, np.int64),
-                np.array(ends, np.int64),
+                np.fromiter(
+                    chain.from_iterable(row.tokens for row in rows), np.int64, sum(lengths)
+                ),
+                np.repeat(np.array(starts[:known], np.int64), lengths) + _ramp(lengths),
+                np.repeat(np.arange(known, dtype=np.int64), lengths),
+                np.array([row.seat for row in rows + plan.verify], np.int64),
+                np.array(starts[:known], np.int64),
+                np.array(ends[:known], np.int64),
                 np.array(logits_at, np.int64),
-                *prefill,
-                *decode,
+                *_pack_slots(plan.prefill),
+                *_pack_slots(plan.decode),
+                *_pack_verify(plan.verify),
             )
         )
-        token_ids, position, token_row, token_seat, entry, offset, seat, start, end, at = sent[:10]
-        most = -(-max(ends, default=0) // PAGE_SIZE)
+        tokens, position, token_row, seat, start, end, at = sent[:7]
+        page = self._page_at(seat[token_row], position)
+        verify = None
+        if plan.verify:
+            verify, places = self._verify_rows(seat[known:], sent[19:])
+            tokens = torch.cat((tokens, places.token.flatten()))
+            position = torch.cat((position, places.position.flatten()))
+            page = torch.cat((page, places.page.flatten()))
+            of_verify = torch.arange(known, len(starts), device=self.device)
+            token_row = torch.cat((token_row, of_verify.repeat_interleave(verify.width)))
+            start, end = torch.cat((start, places.start)), torch.cat((end, places.end))
         return ForwardBatch(
-            token_ids=token_ids,
+            token_ids=tokens,
             positions=position,
             token_row=token_row,
-            token_page=self.page_table[token_seat, entry],
-            token_offset=offset,
-            prefill=_row_slots(plan.prefill, sent[10:16]),
-            decode=_row_slots(plan.decode, sent[16:22]),
+            token_page=page,
+            token_offset=position % PAGE_SIZE,
+            prefill=_row_slots(plan.prefill, sent[7:13]),
+            decode=_row_slots(plan.decode, sent[13:19]),
+            verify=verify,
             row_start=start,
             row_end=end,
             starts=starts,
             ends=ends,
             seats=seat,
-            page_table=self._visible(seat, end, most),
+            page_table=self._visible(seat, end, max(ends, default=0)),
             logits_at=at,
         )
 
-    def _visible(self, seats: torch.Tensor, ends: torch.Tensor, most: int) -> torch.Tensor:
+    def singles(
+        self,
+        seats: torch.Tensor,
+        tokens: torch.Tensor,
+        positions: torch.Tensor,
+        ends: Sequence[int],
+    ) -> ForwardBatch:
+        """One token a row in per-token form, at positions [n] that only the device knows.
+
+        `ends` bound the positions from above. No row has a slot; a token whose position has no
+        page is not stored.
+        """
+        count, limit = len(ends), self.page_table.shape[1] * PAGE_SIZE
+        bounds = tuple(min(end, limit) for end in ends)
+        page = self._page_at(seats, positions)
+        positions = positions.clamp(max=limit - 1)
+        row = torch.arange(count + 1, device=self.device)
+        none = torch.full((count,), NONE, dtype=torch.int64, device=self.device)
+        return ForwardBatch(
+            token_ids=tokens,
+            positions=positions,
+            token_row=row[:-1],
+            token_page=page,
+            token_offset=positions % PAGE_SIZE,
+            prefill=_no_rows(self.device),
+            decode=RowSlots(
+                lengths=(1,) * count,
+                cu_seqlens=row,
+                state_in=none,
+                state_out=none,
+                export_row=row[:0],
+                export_offset=row[:0],
+                export_slot=row[:0],
+            ),
+            row_start=positions,
+            row_end=positions + 1,
+            starts=(0,) * count,
+            ends=bounds,
+            seats=seats,
+            page_table=self._visible(seats, positions + 1, max(bounds, default=0)),
+            logits_at=row[:-1],
+        )
+
+    def _verify_rows(
+        self, seats: torch.Tensor, sent: Sequence[torch.Tensor]
+    ) -> tuple[VerifyRows, _Places]:
+        """Rows and tokens of live seats, from their counters."""
+        state_in, state_out, wanted, export_row, export_end, export_slot = sent
+        c = self.counters.of(seats)
+        verify = VerifyRows(
+            width=self.num_drafts + 1,
+            state_in=state_in,
+            state_out=state_out,
+            base=c.base,
+            pending=c.pending,
+            num_drafts=torch.minimum(wanted, c.num_drafts),
+            parity=c.parity,
+            seats=seats,
+            export_row=export_row,
+            export_end=export_end,
+            export_slot=export_slot,
+        )
+        end = c.position + (1 + verify.num_drafts) * (seats >= 0)
+        place = torch.arange(verify.width, device=self.device)
+        # Padding stands where the last token does: a position like any other.
+        position = c.position[:, None] + torch.minimum(place, verify.num_drafts[:, None])
+        page = self._page_at(seats[:, None], position)
+        return verify, _Places(
+            token=torch.cat((c.first[:, None], c.drafts), 1),
+            position=position,
+            page=torch.where(verify.filled, page, NONE),
+            start=c.position,
+            end=end,
+        )
+
+    def _page_at(self, seats: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        """The page of each position; none of no seat, and none beyond the table."""
+        entry, last = positions // PAGE_SIZE, self.page_table.shape[1] - 1
+        page = self.page_table[seats.clamp(min=0), entry.clamp(max=last)]
+        return torch.where((seats >= 0) & (entry <= last), page, NONE)
+
+    def _visible(self, seats: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Tensor:
         """Each row's pages up to its end; a seat may hold more, which this forward must not see."""
-        table = self.page_table[:, :most].index_select(0, seats)
+        most = -(-longest // PAGE_SIZE)
+        table = self.page_table[:, :most].index_select(0, seats.clamp(min=0))
         first_token = torch.arange(most, device=self.device) * PAGE_SIZE
-        return table.masked_fill(first_token >= ends[:, None], NONE)
+        hidden = (first_token >= ends[:, None]) | (seats < 0)[:, None]
+        return table.masked_fill(hidden, NONE)
 
     def _send(self, arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
         """One transfer for all of them, whatever their number."""
@@ -144,6 +255,34 @@ def _pack_slots(rows: Sequence[Row]) -> tuple[np.ndarray, ...]:
         np.array([NONE if row.state_in is None else row.state_in for row in rows], np.int64),
         np.array([row.state_out for row in rows], np.int64),
         *np.array(exports, np.int64).reshape(-1, 3).T,
+    )
+
+
+def _pack_verify(rows: Sequence[VerifyRow]) -> tuple[np.ndarray, ...]:
+    """What the host decides of verify rows: the arrays of a `VerifyRows` besides the counters'."""
+    exports = [
+        (index, row.export.end, row.export.slot)
+        for index, row in enumerate(rows)
+        if row.export is not None
+    ]
+    return (
+        np.array([row.state_in for row in rows], np.int64),
+        np.array([row.state_out for row in rows], np.int64),
+        np.array([row.num_drafts for row in rows], np.int64),
+        *np.array(exports, np.int64).reshape(-1, 3).T,
+    )
+
+
+def _no_rows(device: torch.device) -> RowSlots:
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    return RowSlots(
+        lengths=(),
+        cu_seqlens=torch.zeros(1, dtype=torch.int64, device=device),
+        state_in=none,
+        state_out=none,
+        export_row=none,
+        export_offset=none,
+        export_slot=none,
     )
 
 

@@ -1,0 +1,68 @@
+"""What the device knows of every seat while it speculates: how far its state is, and its drafts.
+
+Knows numbers of seats only; who proposes drafts, and who accepts them, is not known here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counters:
+    """The counters of n seats, int64. Token `first` stands at position `base + pending`."""
+
+    base: torch.Tensor  # [n] end of the seat's slot
+    pending: torch.Tensor  # [n] drafts accepted last time, not folded yet
+    first: torch.Tensor  # [n] the certain token: the one drawn last
+    num_drafts: torch.Tensor  # [n] how many of `drafts` there are
+    parity: torch.Tensor  # [n] the ring bank that holds the pending drafts' inputs
+    drafts: torch.Tensor  # [n, K] guesses for the positions after `first`
+
+    @property
+    def position(self) -> torch.Tensor:
+        """Where `first` stands [n]."""
+        return self.base + self.pending
+
+
+class SeatCounters:
+    """One table for all seats. A negative seat means none: it reads zeros, its writes are lost.
+
+    Everything stays at the same address and no call waits for the device.
+    """
+
+    def __init__(self, num_seats: int, num_drafts: int, device: torch.device) -> None:
+        self.num_drafts = num_drafts
+        # Columns as the fields of `Counters`. The entry before the last is where writes of no seat
+        # go, the last stays zero.
+        shape = (num_seats + 2, 5 + num_drafts)
+        self._table = torch.zeros(shape, dtype=torch.int64, device=device)
+        self._num_seats = num_seats
+
+    def reset(self, seats: Sequence[int]) -> None:
+        """Seats change hands: nothing is pending, nothing drafted."""
+        if seats:
+            self._table[torch.tensor(seats, device=self._table.device)] = 0
+
+    def of(self, seats: torch.Tensor) -> Counters:
+        """The counters of `seats` [n]."""
+        rows = self._table.index_select(0, torch.where(seats < 0, self._num_seats + 1, seats))
+        base, pending, first, num_drafts, parity = rows[:, :5].unbind(1)
+        return Counters(
+            base=base,
+            pending=pending,
+            first=first,
+            num_drafts=num_drafts,
+            parity=parity,
+            drafts=rows[:, 5:],
+        )
+
+    def put(self, seats: torch.Tensor, counters: Counters) -> None:
+        """Write the counters of `seats` [n], each at most once."""
+        c = counters
+        numbers = torch.stack((c.base, c.pending, c.first, c.num_drafts, c.parity), 1)
+        at = torch.where(seats < 0, self._num_seats, seats)
+        self._table[at] = torch.cat((numbers, c.drafts), 1)
