@@ -58,6 +58,8 @@ class SamplingRows:
     any_filter: bool  # whether any row has top_k, top_p or min_p on
     any_penalty: bool
     any_noise: bool  # whether any row is not greedy
+    # [F] int64: the position from which on the token may be drawn; None: at no position of the row.
+    forbidden_until: torch.Tensor | None = None
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
@@ -86,8 +88,39 @@ def adjusted_logits(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
         scores = scores - rows.frequency[:, None] * rows.generated.float()
         scores = scores - rows.presence[:, None] * (rows.generated > 0).float()
     if rows.forbidden_row.numel():
-        scores[rows.forbidden_row, rows.forbidden_token] = float("-inf")
+        at = rows.forbidden_row, rows.forbidden_token
+        barred = torch.full_like(scores[at], float("-inf"))
+        if rows.forbidden_until is not None:
+            early = rows.position[rows.forbidden_row] < rows.forbidden_until
+            barred = torch.where(early, barred, scores[at])
+        scores[at] = barred
     return scores
+
+
+def counts_before(generated: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+    """What penalties count at each place of a verify row: [B, K + 1, V] int32.
+
+    generated [B, V] int32, `first` included; drafts [B, K] int64, negative where there is none.
+    Place j follows drafts 0 .. j - 1; places after the last draft are unspecified.
+    """
+    count, vocab_size = generated.shape
+    seen = generated.new_zeros((count, drafts.shape[1] + 1, vocab_size))
+    seen[:, 0] = generated
+    seen[:, 1:].scatter_(2, drafts[..., None].clamp(min=0), 1)
+    return seen.cumsum(1, dtype=generated.dtype)
+
+
+def count_accepted(
+    tokens: torch.Tensor, drafts: torch.Tensor, num_drafts: torch.Tensor
+) -> torch.Tensor:
+    """How many leading drafts equal the token drawn in their place: [B] int64.
+
+    tokens [B, K + 1], drafts [B, K], num_drafts [B], all int64; draft j stands where token j was
+    drawn. With `a` accepted, tokens 0 .. a are emitted.
+    """
+    place = torch.arange(drafts.shape[1], device=drafts.device)
+    equal = (tokens[:, :-1] == drafts) & (place < num_drafts[:, None])
+    return equal.long().cumprod(1).sum(1)
 
 
 def filtered(

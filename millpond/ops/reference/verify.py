@@ -31,7 +31,7 @@ def conv_verify(
     -> y of the pending drafts [B, K, C] and of the row's own tokens [B * (K + 1), C], in the dtype
     of `x`; fp32 inside. The window as of `base + pending + 1` goes to `state_out`, those of exports
     likewise; the drafts' raw inputs go to the ring. Outputs of places without a token are
-    unspecified, but never those of poison.
+    unspecified.
     """
     count, most = rows.num_rows, rows.width - 1
     history = weight.shape[1] - 1
