@@ -329,8 +329,8 @@ def an_epoch_that_forgets_its_leases(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("plant", FAULTS, ids=lambda plant: plant.__name__)
 def test_the_machine_finds(plant: Plant, monkeypatch: pytest.MonkeyPatch) -> None:
     plant(monkeypatch)
-    # Hypothesis also tries constants of the modules that happen to be loaded, so how soon a fault is
-    # found depends on which tests are collected with this one: leave room.
+    # Hypothesis also tries constants of whatever modules are loaded, so how soon a fault is found
+    # depends on which tests are collected with this one: leave room.
     search = settings(
         max_examples=2_000,
         stateful_step_count=50,
