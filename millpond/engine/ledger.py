@@ -106,14 +106,11 @@ class Ledger:
         if not is_new:
             return
         self.counters.checkpoints_published[kind.value] += 1
-        while self.index.num_checkpoints > self.settings.checkpoint_budget:
-            if self.evict_slot():
-                continue
-            newest = self.index.checkpoint_at(slot)
-            if newest is None:
-                break
-            self.index.drop(newest)
-            self.counters.checkpoints_evicted += 1
+        if self.index.num_checkpoints > self.settings.checkpoint_budget and not self.evict_slot():
+            newest = self.index.checkpoint_at(slot)  # all others are being read
+            if newest is not None:
+                self.index.drop(newest)
+                self.counters.checkpoints_evicted += 1
 
     # Giving back.
 

@@ -6,7 +6,6 @@ from collections.abc import Iterable
 
 from millpond.engine.stream import RequestStream
 from millpond.engine.types import EngineRequest, PrefixOutcome
-from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import TokenLogprob
 from millpond.state.lease import Seat
 from millpond.state.pages import PageHandle
@@ -56,11 +55,6 @@ class Request:
         self.unfinished = spec.params.n
         self.samples = [Sequence(self, index, arrival) for index in range(spec.params.n)]
         self.samples[0].siblings = self.samples[1:]
-
-    @property
-    def params(self) -> SamplingParams:
-        """How tokens are chosen."""
-        return self.spec.params
 
     @property
     def prompt_len(self) -> int:
@@ -122,11 +116,6 @@ class Sequence:
         """For ledger messages: the request, and which sample of several."""
         spec = self.request.spec
         return spec.request_id if spec.params.n == 1 else f"{spec.request_id}/{self.index}"
-
-    @property
-    def num_generated(self) -> int:
-        """Tokens drawn so far."""
-        return len(self.tokens) - self.prompt_len
 
     @property
     def group(self) -> Iterable[Sequence]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import threading
 
+import msgspec
 import pytest
 
-from millpond.errors import Unavailable
+from millpond.errors import Broken, Unavailable
 from tests.support.symbolic import step_failure
 from tests.support.towers import Tower, collect
 
@@ -108,6 +109,45 @@ def test_a_defect_of_the_engine_itself_ends_the_streams_and_is_raised(monkeypatc
         tower.engine.step()
     assert reasons(stream) == ["error"]
     assert not tower.engine.healthy
+
+
+def test_a_defect_ends_the_streams_of_an_engine_in_its_own_thread_too(monkeypatch, caplog):
+    tower = Tower()
+    monkeypatch.setattr(tower.engine._committer, "apply", lambda *_: [][0])
+    stream = tower.engine.submit(tower.request(range(100)))
+    tower.engine.start()
+    assert reasons(stream) == ["error"]
+    tower.engine.close(timeout=30)
+    assert not tower.engine.healthy
+    assert tower.executor.closed
+    assert "no request is served any more" in caplog.text
+
+
+def test_streams_end_even_when_the_ledger_is_what_broke(monkeypatch, caplog):
+    tower = Tower()
+    streams = [tower.engine.submit(tower.request(range(100))) for _ in range(2)]
+    tower.step()
+    monkeypatch.setattr(tower.engine._ledger, "vacate", _broken)
+    monkeypatch.setattr(tower.engine._committer, "apply", _broken)
+    with pytest.raises(Broken):
+        tower.engine.step()
+    assert [reasons(stream) for stream in streams] == [["error"]] * 2
+    assert "could not give back" in caplog.text
+
+
+@pytest.mark.parametrize("wrong", [{"step": 7}, {"emitted": ()}])
+def test_a_report_that_does_not_answer_the_plan_ends_the_engine(wrong):
+    tower = Tower()
+    stream = tower.engine.submit(tower.request(range(100)))
+    execute = tower.executor.execute
+    tower.executor.execute = lambda plan: msgspec.structs.replace(execute(plan), **wrong)
+    with pytest.raises(Broken):
+        tower.engine.step()
+    assert reasons(stream) == ["error"]
+
+
+def _broken(*_: object) -> None:
+    raise Broken("on purpose")
 
 
 @pytest.mark.parametrize("threaded", [False, True])

@@ -10,7 +10,7 @@ from hypothesis import settings
 
 from tests.engine.machine import HostTower, explore
 
-PER_ROUND = 20
+PER_ROUND = 10
 """Examples of the Hypothesis profile for one round: its nine histories are long ones."""
 
 
