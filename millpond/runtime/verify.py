@@ -1,20 +1,30 @@
-"""From logits to tokens: each seat's sampling data, the draw after a step, and prompt scores.
+"""From logits to tokens: which logits a step needs, what it draws, which drafts that accepts.
 
-Knows seats and their sampling parameters; does not know requests, nor when one is finished. Noise,
-filters and penalties themselves are `ops.reference.sampling`.
+Knows rows and seats; does not know requests, nor when one is finished. What was drawn stays on the
+device until the step is reported.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import islice
 
-import numpy as np
 import torch
 
-from millpond.ops.reference.sampling import SamplingRows, sample, token_logprobs
-from millpond.plan.sampling import SamplingParams
-from millpond.plan.step import Emitted, Row, RowLogprobs, SeatLoad, StepPlan, TokenLogprob
+from millpond.ops.batch import ForwardBatch, Sampled, VerifyRows
+from millpond.ops.bind import Bound
+from millpond.ops.reference.sampling import count_accepted, counts_before
+from millpond.plan.step import (
+    Emitted,
+    Row,
+    RowLogprobs,
+    SeatLoad,
+    StepPlan,
+    TokenLogprob,
+    Verified,
+)
+from millpond.runtime.seats import SeatSampling
 from millpond.state.lease import Seat
 
 SCORE_BLOCK = 256
@@ -22,11 +32,13 @@ SCORE_BLOCK = 256
 
 Logits = Callable[[torch.Tensor], torch.Tensor]
 Top = tuple[tuple[int, float], ...]
+Table = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Of n tokens: their log probabilities [n], the likeliest ids [n, m] and values [n, m]."""
 
 
 @dataclass(frozen=True, slots=True)
 class Draw:
-    """One token to be drawn: by which seat, from which of the drawn rows, for which position."""
+    """A token to be drawn after a known row: by which seat, from which logits, where it stands."""
 
     seat: Seat
     row: int
@@ -44,7 +56,11 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """Which logits a plan needs. `at` are packed tokens: the drawn from, then the scored."""
+    """Which logits a plan needs, as packed tokens.
+
+    `at` holds the tokens that `draws` are from, then every place of the verify rows, `num_drawn`
+    together, then those that are scored.
+    """
 
     at: tuple[int, ...]
     num_drawn: int
@@ -52,8 +68,8 @@ class Wanted:
     scored: tuple[Scored, ...]
 
 
-def wanted(plan: StepPlan) -> Wanted:
-    """Nothing else of a forward ever becomes logits."""
+def wanted(plan: StepPlan, width: int) -> Wanted:
+    """Nothing else of a forward ever becomes logits. `width`: places of a verify row."""
     drawn: list[int] = []
     draws: list[Draw] = []
     scored: list[Scored] = []
@@ -66,82 +82,148 @@ def wanted(plan: StepPlan) -> Wanted:
         if row.prompt_logprobs is not None:
             scored.append(Scored(row, first, length - (row.next_token is None)))
         first += length
+    drawn += range(first, first + width * len(plan.verify))
     at = (*drawn, *(s.first + i for s in scored for i in range(s.count)))
     return Wanted(at, len(drawn), tuple(draws), tuple(scored))
 
 
+@dataclass(frozen=True, slots=True)
+class Drafted:
+    """The verify rows of a forward, as they were staged."""
+
+    seats: tuple[int, ...]  # `rows.seats` on the host
+    rows: VerifyRows
+    tokens: torch.Tensor  # [B, K + 1] int64: the certain token, then drafts
+    positions: torch.Tensor  # [B, K + 1] int64, of those tokens
+
+    @classmethod
+    def of(cls, plan: StepPlan, batch: ForwardBatch) -> Drafted | None:
+        """None if the plan has no such rows."""
+        if batch.verify is None:
+            return None
+        rows = batch.verify
+        place = torch.arange(rows.width, device=rows.base.device)
+        return cls(
+            seats=tuple(row.seat for row in plan.verify),
+            rows=rows,
+            tokens=batch.token_ids[batch.first_verify_token :].view(-1, rows.width),
+            positions=(rows.base + rows.pending)[:, None] + place,
+        )
+
+    @property
+    def seats_by_place(self) -> tuple[int, ...]:
+        """The seat of every place."""
+        return tuple(seat for seat in self.seats for _ in range(self.rows.width))
+
+
+@dataclass(frozen=True, slots=True)
+class Drawn:
+    """What a step drew, on the device: D tokens of known rows, then B * (K + 1) of verify rows."""
+
+    known: tuple[int, ...]  # the seats of the D
+    verify: tuple[int, ...]  # the seats of the B
+    width: int  # K + 1
+    token: torch.Tensor  # [D + B * (K + 1)] int64
+    finite: torch.Tensor  # as many, bool
+    emitted: torch.Tensor  # as many, bool: the known rows' tokens, accepted drafts, one more a row
+    accepted: torch.Tensor  # [B] int64
+    num_drafts: torch.Tensor  # [B] int64
+    base: torch.Tensor  # [B] int64, the end of the rows' input slots
+    scored: tuple[int, ...]  # the tokens whose log probabilities are asked for
+    table: Table | None  # theirs
+
+    @property
+    def last(self) -> torch.Tensor:
+        """The newest token of every seat that drew: [D + B]."""
+        count = len(self.known)
+        places = self.token[count:].view(-1, self.width)
+        of_verify = places.gather(1, self.accepted[:, None]).squeeze(1)
+        return torch.cat((self.token[:count], of_verify))
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """`Drawn`, on the host. `bases` are those of the verify rows, in order."""
+
+    emitted: tuple[Emitted, ...]
+    verified: tuple[Verified, ...]
+    bases: tuple[int, ...]
+
+
 class Verifier:
-    """The sampling data of every seat, on the device; draws tokens and counts them for penalties.
+    """Draws a step's tokens, accepts drafts, and counts for penalties what is emitted."""
 
-    `eos_token_ids` end a request that does not ignore them: like its stop tokens, they cannot be
-    drawn before `min_tokens`.
-    """
-
-    def __init__(
-        self,
-        num_seats: int,
-        vocab_size: int,
-        device: torch.device,
-        eos_token_ids: Sequence[int] = (),
-    ) -> None:
-        self.vocab_size = vocab_size
-        self.device = device
-        self._eos = tuple(eos_token_ids)
-        self._params: list[SamplingParams | None] = [None] * num_seats
-        self._prompt_len = [0] * num_seats
-        # Columns: temperature, top_p, min_p, repetition, presence, frequency.
-        self._floats = torch.zeros((num_seats, 6), dtype=torch.float32, device=device)
-        # Columns: top_k, seed, sample index.
-        self._integers = torch.zeros((num_seats, 3), dtype=torch.int64, device=device)
-        # Made when the first request with penalties comes: most traffic has none.
-        self._generated: torch.Tensor | None = None  # [seats, V] int32
-        self._in_prompt: torch.Tensor | None = None  # [seats, V] bool
+    def __init__(self, seats: SeatSampling, ops: Bound) -> None:
+        self.seats = seats
+        self._ops = ops
 
     def load(self, loads: Sequence[SeatLoad]) -> None:
         """Install the sampling data of requests that take a seat."""
-        if not loads:
-            return
-        floats, integers = [], []
-        for load in loads:
-            p = load.params
-            self._params[load.seat] = p
-            self._prompt_len[load.seat] = load.prompt_len
-            floats.append(
-                (
-                    p.temperature,
-                    p.top_p,
-                    p.min_p,
-                    p.repetition_penalty,
-                    p.presence_penalty,
-                    p.frequency_penalty,
-                )
-            )
-            integers.append((p.top_k, _signed(p.seed), load.sample_index))
-        seats = self._tensor([load.seat for load in loads])
-        self._floats[seats] = torch.tensor(floats, dtype=torch.float32, device=self.device)
-        self._integers[seats] = self._tensor(integers)
-        for load in loads:
-            if load.params.has_penalties:
-                self._count(load)
+        self.seats.load(loads)
 
-    def draw(self, draws: Sequence[Draw], logits: torch.Tensor) -> tuple[Emitted, ...]:
-        """Draw one token for each of `draws` from its row of `logits` [rows, V] fp32."""
-        if not draws:
-            return ()
-        if len(draws) > logits.shape[0]:  # a fan-out: several seats draw from one row
-            logits = logits.index_select(0, self._tensor([d.row for d in draws]))
-        rows = self._rows(draws)
-        drawn = sample(logits, rows)
-        self._remember(draws, drawn.token)
-        tokens, finite = drawn.token.tolist(), drawn.finite.tolist()
-        extras = self._logprobs(draws, logits, drawn.token)
-        emitted = []
-        for i, d in enumerate(draws):
-            logprob, top = extras.get(i, (None, ()))
-            emitted.append(
-                Emitted(seat=d.seat, token=tokens[i], finite=finite[i], logprob=logprob, top=top)
+    def draw(self, draws: Sequence[Draw], logits: torch.Tensor, drafted: Drafted | None) -> Drawn:
+        """Draw a token for each of `draws`, and one at every place of the verify rows.
+
+        logits [L + B * (K + 1), V] fp32: L known rows, then the places. A draft is accepted if it
+        and all before it are what was drawn in their places; where logits are not finite the run
+        ends, with that token as its last.
+        """
+        known = tuple(d.seat for d in draws)
+        count = drafted.tokens.numel() if drafted is not None else 0
+        if len(draws) + count > logits.shape[0]:  # a fan-out: several seats draw from one row
+            shared = (*(d.row for d in draws), *range(logits.shape[0] - count, logits.shape[0]))
+            logits = logits.index_select(0, self.seats.tensor(shared))
+        sent = self.seats.tensor([(d.seat, d.position) for d in draws]).reshape(-1, 2)
+        seat, position = sent.unbind(1)
+        seats = known if drafted is None else known + drafted.seats_by_place
+        counting = self.seats.counting(seats)
+        generated = self.seats.generated(seat) if counting else None
+        if drafted is not None:
+            if generated is not None:
+                before = self.seats.generated(drafted.rows.seats)
+                places = counts_before(before, drafted.tokens[:, 1:]).flatten(0, 1)
+                generated = torch.cat((generated, places))
+            seat = torch.cat((seat, drafted.rows.seats.repeat_interleave(drafted.rows.width)))
+            position = torch.cat((position, drafted.positions.flatten() + 1))
+        rows = self.seats.rows(seats, seat)
+        sampled = self.seats.choose(logits, rows, position, generated)
+        drawn = self._accept(known, sampled, drafted)
+        if counting:
+            self.seats.remember(seats, seat, drawn.token, drawn.emitted)
+        asking = [i for i, s in enumerate(seats) if self.seats.params(s).logprobs is not None]
+        if not asking:
+            return drawn
+        at = self.seats.tensor(asking)
+        most = max(self.seats.params(seats[i]).logprobs or 0 for i in asking)
+        table = self._ops.token_logprobs(logits[at], drawn.token[at], most)
+        return replace(drawn, scored=tuple(asking), table=table)
+
+    def report(self, drawn: Drawn) -> Outcome:
+        """Copy to the host what a step drew: the one time that it waits for the device."""
+        numbers = (drawn.token, drawn.finite.long(), drawn.accepted, drawn.num_drafts, drawn.base)
+        sizes = [len(part) for part in numbers]
+        packed = iter(torch.cat(numbers).tolist())
+        token, finite, accepted, num_drafts, bases = (list(islice(packed, n)) for n in sizes)
+        extras: dict[int, tuple[float, Top]] = {}
+        if drawn.table is not None:
+            extras = dict(zip(drawn.scored, _on_host(drawn.table), strict=True))
+
+        def emitted(seat: int, at: int) -> Emitted:
+            logprob, top = extras.get(at, (None, ()))
+            top = top[: self.seats.params(seat).logprobs or 0]
+            return Emitted(
+                seat=Seat(seat), token=token[at], finite=bool(finite[at]), logprob=logprob, top=top
             )
-        return tuple(emitted)
+
+        tokens = [emitted(seat, at) for at, seat in enumerate(drawn.known)]
+        verified = []
+        for index, seat in enumerate(drawn.verify):
+            if seat < 0:
+                continue
+            first = len(drawn.known) + index * drawn.width
+            tokens += [emitted(seat, first + i) for i in range(accepted[index] + 1)]
+            verified.append(Verified(Seat(seat), num_drafts[index], accepted[index]))
+        return Outcome(tuple(tokens), tuple(verified), tuple(bases))
 
     def score_prompts(
         self, scored: Sequence[Scored], hidden: torch.Tensor, logits: Logits
@@ -154,8 +236,10 @@ class Verifier:
             entries: list[TokenLogprob] = []
             for begin in range(0, s.count, SCORE_BLOCK):
                 end = min(begin + SCORE_BLOCK, s.count)
-                tokens = self._tensor(known[begin:end])
-                table = _table(logits(hidden[at + begin : at + end]), tokens, s.row.prompt_logprobs)
+                tokens = self.seats.tensor(known[begin:end])
+                table = self._ops.token_logprobs(
+                    logits(hidden[at + begin : at + end]), tokens, s.row.prompt_logprobs or 0
+                )
                 entries += [
                     TokenLogprob(
                         position=s.row.start + begin + i + 1,
@@ -163,118 +247,41 @@ class Verifier:
                         logprob=logprob,
                         top=top,
                     )
-                    for i, (logprob, top) in enumerate(table)
+                    for i, (logprob, top) in enumerate(_on_host(table))
                 ]
             found.append(RowLogprobs(request=s.row.request, entries=tuple(entries)))
             at += s.count
         return tuple(found)
 
-    def _rows(self, draws: Sequence[Draw]) -> SamplingRows:
-        params = [self._of(d) for d in draws]
-        seats = self._tensor([(d.seat, d.position) for d in draws])
-        seat, position = seats.unbind(1)
-        floats = self._floats.index_select(0, seat).unbind(1)
-        integers = self._integers.index_select(0, seat).unbind(1)
-        any_penalty = any(p.has_penalties for p in params)
-        bias = [(i, t, v) for i, p in enumerate(params) for t, v in p.logit_bias]
-        forbidden = [
-            (i, token)
-            for i, (d, p) in enumerate(zip(draws, params, strict=True))
-            if d.position - self._prompt_len[d.seat] < p.min_tokens
-            for token in self._ends(p)
-        ]
-        places = self._tensor([(i, t) for i, t, _ in bias]).reshape(-1, 2)
-        barred = self._tensor(forbidden).reshape(-1, 2)
-        return SamplingRows(
-            temperature=floats[0],
-            top_p=floats[1],
-            min_p=floats[2],
-            repetition=floats[3],
-            presence=floats[4],
-            frequency=floats[5],
-            top_k=integers[0],
-            seed=integers[1],
-            sample_index=integers[2],
-            position=position,
-            generated=self._seats_of(self._generated, seat) if any_penalty else None,
-            in_prompt=self._seats_of(self._in_prompt, seat) if any_penalty else None,
-            bias_row=places[:, 0],
-            bias_token=places[:, 1],
-            bias_value=torch.tensor(
-                [v for _, _, v in bias], dtype=torch.float32, device=self.device
-            ),
-            forbidden_row=barred[:, 0],
-            forbidden_token=barred[:, 1],
-            any_filter=any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params),
-            any_penalty=any_penalty,
-            any_noise=any(p.temperature > 0.0 for p in params),
+    def _accept(self, known: tuple[int, ...], sampled: Sampled, drafted: Drafted | None) -> Drawn:
+        token, finite = sampled.token, sampled.finite
+        emitted = torch.ones_like(finite)
+        none = token[:0]
+        drawn = Drawn(known, (), 1, token, finite, emitted, none, none, none, (), None)
+        if drafted is None:
+            return drawn
+        rows, width = drafted.rows, drafted.rows.width
+        places = token[len(known) :].view(-1, width)
+        sound = finite[len(known) :].view(-1, width).long().cumprod(1).sum(1)
+        accepted = count_accepted(
+            places, drafted.tokens[:, 1:], torch.minimum(rows.num_drafts, sound)
+        )
+        place = torch.arange(width, device=token.device)
+        run = (place <= accepted[:, None]) & (rows.seats >= 0)[:, None]
+        return replace(
+            drawn,
+            verify=drafted.seats,
+            width=width,
+            emitted=torch.cat((emitted[: len(known)], run.flatten())),
+            accepted=accepted,
+            num_drafts=rows.num_drafts,
+            base=rows.base,
         )
 
-    def _ends(self, params: SamplingParams) -> tuple[int, ...]:
-        ends = params.stop_token_ids + (() if params.ignore_eos else self._eos)
-        return tuple(t for t in ends if 0 <= t < self.vocab_size)
 
-    def _of(self, draw: Draw) -> SamplingParams:
-        params = self._params[draw.seat]
-        if params is None:
-            raise LookupError(f"seat {draw.seat} draws a token and was never loaded")
-        return params
-
-    def _logprobs(
-        self, draws: Sequence[Draw], logits: torch.Tensor, tokens: torch.Tensor
-    ) -> dict[int, tuple[float, Top]]:
-        """Log probability and likeliest tokens of the draws that ask for them, by index."""
-        asking = [i for i, d in enumerate(draws) if self._of(d).logprobs is not None]
-        if not asking:
-            return {}
-        at = self._tensor(asking)
-        counts = [self._of(draws[i]).logprobs or 0 for i in asking]
-        table = _table(logits[at], tokens[at], max(counts))
-        return {
-            i: (logprob, top[:count])
-            for i, count, (logprob, top) in zip(asking, counts, table, strict=True)
-        }
-
-    def _count(self, load: SeatLoad) -> None:
-        """Tell prompt from generated tokens, and how often each was generated."""
-        if self._generated is None or self._in_prompt is None:
-            shape = (len(self._params), self.vocab_size)
-            self._generated = torch.zeros(shape, dtype=torch.int32, device=self.device)
-            self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        generated = np.bincount(
-            np.array(load.tokens[load.prompt_len :], np.int64), minlength=self.vocab_size
-        )
-        self._generated[load.seat] = torch.from_numpy(generated).to(self._generated)
-        self._in_prompt[load.seat] = False
-        self._in_prompt[load.seat, self._tensor(load.tokens[: load.prompt_len])] = True
-
-    def _remember(self, draws: Sequence[Draw], tokens: torch.Tensor) -> None:
-        counting = [i for i, d in enumerate(draws) if self._of(d).has_penalties]
-        if counting and self._generated is not None:
-            seats = self._tensor([draws[i].seat for i in counting])
-            one = torch.ones((), dtype=torch.int32, device=self.device)
-            self._generated.index_put_((seats, tokens[counting]), one, accumulate=True)
-
-    def _seats_of(self, table: torch.Tensor | None, seats: torch.Tensor) -> torch.Tensor | None:
-        return None if table is None else table.index_select(0, seats)
-
-    def _tensor(self, values: Sequence[object]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
-
-
-def _signed(seed: int) -> int:
-    """The same 64 bits as a signed integer: a device has no other."""
-    return (seed & (2**64 - 1)) - (2**64 if seed & 2**63 else 0)
-
-
-def _table(
-    logits: torch.Tensor, tokens: torch.Tensor, num_top: int | None
-) -> list[tuple[float, Top]]:
-    """Per row of `logits`: the log probability of its token, and the likeliest (id, value)."""
-    chosen, ids, values = token_logprobs(logits, tokens, num_top or 0)
+def _on_host(table: Table) -> list[tuple[float, Top]]:
+    """Per token: its log probability, and the likeliest (id, value)."""
     return [
         (logprob, tuple(zip(row_ids, row_values, strict=True)))
-        for logprob, row_ids, row_values in zip(
-            chosen.tolist(), ids.tolist(), values.tolist(), strict=True
-        )
+        for logprob, row_ids, row_values in zip(*(part.tolist() for part in table), strict=True)
     ]

@@ -17,9 +17,11 @@ from millpond.memory.layout import ModelLayout
 from millpond.models.base import Description, Model, describe
 from millpond.models.base import load as load_model
 from millpond.nn.batch import Staging
-from millpond.ops.bind import bind
+from millpond.ops.bind import Bound, bind
 from millpond.plan.step import PAGE_SIZE, Capabilities, StepPlan, StepResult
+from millpond.runtime.propose import DraftModel
 from millpond.runtime.runner import ModelRunner
+from millpond.runtime.seats import SeatSampling
 from millpond.runtime.verify import Verifier
 
 log = logging.getLogger(__name__)
@@ -29,13 +31,17 @@ SMALL_MODEL_BYTES = 64 << 20
 gains little on an idle machine, and on a busy one all wait for it at every product (measured with
 2 M parameters on two busy cores: 10 to 40 times slower)."""
 
+MAX_DRAFT_TOKENS = 7
+"""A verify row then takes eight places; more drafts than that are hardly ever accepted."""
+
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 class Worker:
     """Runs plans on one device. Making one allocates all its memory for state and KV.
 
-    `num_threads` bounds the CPU threads of a step (None: as many as torch uses by itself).
+    `layout` is that of `num_draft_tokens`. `num_threads` bounds the CPU threads of a step (None: as
+    many as torch uses by itself).
     """
 
     def __init__(
@@ -49,7 +55,8 @@ class Worker:
         num_seats: int,
         vocab_size: int,
         max_position: int,
-        export_granularity: int,
+        ops: Bound,
+        num_draft_tokens: int = 0,
         eos_token_ids: tuple[int, ...] = (),
         debug_poison: bool = False,
         num_threads: int | None = None,
@@ -59,9 +66,10 @@ class Worker:
             num_slots=num_slots,
             num_pages=num_pages,
             num_seats=num_seats,
-            export_granularity=export_granularity,
+            export_granularity=ops.export_granularity,
             vocab_size=vocab_size,
             max_position=max_position,
+            num_draft_tokens=num_draft_tokens,
         )
         arenas = Arenas.allocate(
             layout, num_slots=num_slots, num_pages=num_pages, num_seats=num_seats, device=device
@@ -69,12 +77,10 @@ class Worker:
         if debug_poison:
             for arena in (arenas.slots, arenas.pages, arenas.seats):
                 arena.fill_nan(range(arena.count))
-        self.runner = ModelRunner(
-            model,
-            arenas,
-            Staging(num_seats, -(-max_position // PAGE_SIZE), device),
-            Verifier(num_seats, vocab_size, device, eos_token_ids),
-        )
+        staging = Staging(num_seats, -(-max_position // PAGE_SIZE), device, num_draft_tokens)
+        seats = SeatSampling(num_seats, vocab_size, device, ops, eos_token_ids)
+        proposer = DraftModel(model, arenas, staging, seats) if num_draft_tokens else None
+        self.runner = ModelRunner(model, arenas, staging, Verifier(seats, ops), proposer)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end. Raises `StepFailed`."""
@@ -99,31 +105,35 @@ def load(
     session_len: int | None = None,
     load_format: str = "auto",
     kda_prefill_backend: str = "auto",
+    num_draft_tokens: int = 0,
     debug_poison: bool = False,
 ) -> Worker:
     """Build the model of a directory in the Hugging Face layout, ready to run plans.
 
-    `session_len` bounds the tokens of a sequence (None: the model's own limit). Raises `Refused`
+    `session_len` bounds the tokens of a sequence (None: the model's own limit). With
+    `num_draft_tokens` the model's own draft layer guesses that many tokens a step. Raises `Refused`
     for what the model, the device or a backend cannot do, before weights are read where possible.
     """
     place = choose_device(device)
     computing = choose_dtype(dtype, place)
     description = describe(model_dir)
     ops = bind(place, delta_prefill_backend=kda_prefill_backend)
+    check_drafts(description, num_draft_tokens)
     limit = description.config.max_position
     if session_len is not None and session_len > limit:
         raise Refused(f"session_len={session_len} is more than the model's {limit} positions")
     is_small = description.weight_bytes(computing, ops) < SMALL_MODEL_BYTES
     worker = Worker(
         load_model(description, ops, dtype=computing, device=place, load_format=load_format),
-        description.layout(computing),
+        description.layout(computing, num_draft_tokens),
         device=place,
         num_slots=num_slots,
         num_pages=num_pages,
         num_seats=num_seats,
         vocab_size=description.config.vocab_size,
         max_position=session_len or limit,
-        export_granularity=ops.export_granularity,
+        ops=ops,
+        num_draft_tokens=num_draft_tokens,
         eos_token_ids=description.eos_token_ids,
         debug_poison=debug_poison,
         num_threads=1 if place.type == "cpu" and is_small else None,
@@ -142,11 +152,26 @@ def load(
     return worker
 
 
-def model_facts(description: Description, *, dtype: str, device: str) -> ModelFacts:
+def check_drafts(description: Description, num_draft_tokens: int) -> None:
+    """Raise `Refused` for a number of drafts that is not served, or that no layer could make."""
+    if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
+        raise Refused(
+            f"{num_draft_tokens} draft tokens are not supported, use 0 to {MAX_DRAFT_TOKENS}"
+        )
+    if num_draft_tokens and not description.config.num_draft_layers:
+        raise Refused(
+            f"{description.model_dir} has no draft layer to make {num_draft_tokens} draft tokens"
+        )
+
+
+def model_facts(
+    description: Description, *, dtype: str, device: str, num_draft_tokens: int = 0
+) -> ModelFacts:
     """What the memory plan must know, without reading weights. Raises `Refused`."""
+    check_drafts(description, num_draft_tokens)
     place = choose_device(device)
     computing = choose_dtype(dtype, place)
-    layout = description.layout(computing)
+    layout = description.layout(computing, num_draft_tokens)
     return ModelFacts(
         name=description.model_dir.name,
         slot_bytes=layout.slot.num_bytes,

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from millpond.memory.layout import ModelLayout
-from millpond.models.base import Model, describe, load
-from millpond.ops.bind import bind
+from millpond.models.base import Description, Model, describe, load
+from millpond.ops.bind import Bound, bind
 from millpond.runtime.worker import Worker
 from tests.support.recording import RecordingExecutor, Truth
 
@@ -94,8 +94,12 @@ class Built:
     """A model and what a worker needs to know of it."""
 
     model: Model
-    layout: ModelLayout
-    export_granularity: int
+    description: Description
+    ops: Bound
+
+    def layout(self, num_drafts: int = 0) -> ModelLayout:
+        """What slots, pages and seats hold when a step verifies so many drafts."""
+        return self.description.layout(torch.float32, num_drafts)
 
 
 @cache
@@ -106,7 +110,7 @@ def built(family: str) -> Built:
         description = describe(Path(folder))
         ops = bind(CPU)
         model = load(description, ops, dtype=torch.float32, device=CPU, load_format="dummy", seed=3)
-        return Built(model, description.layout(torch.float32), ops.export_granularity)
+        return Built(model, description, ops)
 
 
 def executor(
@@ -117,20 +121,22 @@ def executor(
     num_slots: int = 24,
     num_pages: int = 64,
     num_seats: int = 8,
+    num_drafts: int = 0,
     count_writes: bool = False,
 ) -> RecordingExecutor:
     """A fresh rank with poisoned arenas."""
     found = built(family)
     worker = Worker(
         found.model,
-        found.layout,
+        found.layout(num_drafts),
         device=CPU,
         num_slots=num_slots,
         num_pages=num_pages,
         num_seats=num_seats,
         vocab_size=VOCAB,
         max_position=MAX_POSITION,
-        export_granularity=found.export_granularity,
+        ops=found.ops,
+        num_draft_tokens=num_drafts,
         eos_token_ids=(VOCAB - 1,),
         num_threads=1,
         debug_poison=True,

@@ -12,6 +12,7 @@ from millpond.config import Resolved
 from millpond.errors import Broken, Refused
 from millpond.executor.build import build_executor
 from millpond.executor.uni import UniExecutor
+from millpond.ops.bind import bind
 from millpond.plan.step import Executor, StepPlan
 from millpond.runtime.worker import Worker, choose_device, choose_dtype
 from tests.support.fake_model import VOCAB, FakeModel, fake_layout
@@ -27,7 +28,7 @@ def worker(**given: bool) -> Worker:
         num_seats=3,
         vocab_size=VOCAB,
         max_position=130,
-        export_granularity=64,
+        ops=bind(torch.device("cpu")),
         **given,
     )
 

@@ -18,6 +18,7 @@ from millpond.engine.settings import EngineSettings
 from millpond.engine.stream import RequestStream
 from millpond.engine.types import EngineRequest
 from millpond.executor.uni import UniExecutor
+from millpond.ops.bind import bind
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import Capabilities, Row, StepPlan, StepResult
 from millpond.runtime.worker import Worker
@@ -132,7 +133,7 @@ class House:
             num_seats=seats,
             vocab_size=VOCAB,
             max_position=session,
-            export_granularity=64,
+            ops=bind(torch.device("cpu")),
             debug_poison=True,
         )
         self.arenas = worker.runner.arenas

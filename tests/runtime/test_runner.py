@@ -8,6 +8,7 @@ import torch
 from millpond.errors import Broken, StepFailed
 from millpond.memory.arena import Arenas
 from millpond.nn.batch import Staging
+from millpond.ops.bind import bind
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import (
     Export,
@@ -20,6 +21,7 @@ from millpond.plan.step import (
     Written,
 )
 from millpond.runtime.runner import ModelRunner
+from millpond.runtime.seats import SeatSampling
 from millpond.runtime.verify import Verifier
 from millpond.state.lease import PageId, Seat, SlotId
 from tests.support.counting import CountWrites, changed_entries, snapshot
@@ -43,9 +45,9 @@ def make_runner(num_slots: int = 8, num_pages: int = 12, num_seats: int = 5) -> 
     )
     for arena in (arenas.slots, arenas.pages, arenas.seats):
         arena.fill_nan(range(arena.count))
-    return ModelRunner(
-        FakeModel(), arenas, Staging(num_seats, 8, CPU), Verifier(num_seats, VOCAB, CPU)
-    )
+    ops = bind(CPU)
+    seats = SeatSampling(num_seats, VOCAB, CPU, ops)
+    return ModelRunner(FakeModel(), arenas, Staging(num_seats, 8, CPU), Verifier(seats, ops))
 
 
 def load(

@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 
+from millpond.ops.bind import bind
 from millpond.ops.reference.sampling import log_probabilities
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import Emitted, Row, SeatLoad, StepPlan
+from millpond.runtime.seats import SeatSampling
 from millpond.runtime.verify import Draw, Scored, Verifier, wanted
 from millpond.state.lease import Seat, SlotId
 
@@ -22,10 +24,17 @@ def params(**given: Any) -> SamplingParams:
     return SamplingParams(**{"max_tokens": 9, "temperature": 0.0, **given})
 
 
+OPS = bind(CPU)
+
+
 def seated(*loads: SeatLoad) -> Verifier:
-    verifier = Verifier(6, VOCAB, CPU, eos_token_ids=(EOS,))
+    verifier = Verifier(SeatSampling(6, VOCAB, CPU, OPS, eos_token_ids=(EOS,)), OPS)
     verifier.load(loads)
     return verifier
+
+
+def drawn(verifier: Verifier, draws: list[Draw], logits: torch.Tensor) -> tuple[Emitted, ...]:
+    return verifier.report(verifier.draw(draws, logits, None)).emitted
 
 
 def load(
@@ -50,7 +59,7 @@ def logits_with(*best: tuple[int, float]) -> torch.Tensor:
 
 
 def draw(verifier: Verifier, seat: int, logits: torch.Tensor, position: int = 3) -> Emitted:
-    return verifier.draw([Draw(Seat(seat), 0, position)], logits)[0]
+    return drawn(verifier, [Draw(Seat(seat), 0, position)], logits)[0]
 
 
 def row(seat: int, tokens: tuple[int, ...], start: int = 0, **given: Any) -> Row:
@@ -75,7 +84,7 @@ def test_only_rows_that_emit_or_are_scored_become_logits() -> None:
         ),
         decode=(row(3, (9,), start=5, emit_seats=(Seat(3),)),),
     )
-    want = wanted(plan)
+    want = wanted(plan, width=1)
     assert want.at == (8, 9, 3, 4, 5, 6, 7)
     assert want.num_drawn == 2
     assert [(d.seat, d.row, d.position) for d in want.draws] == [(2, 0, 2), (4, 0, 2), (3, 1, 6)]
@@ -90,10 +99,10 @@ def test_every_seat_keeps_its_own_parameters_whatever_the_order_of_the_batch() -
     )
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(1)).repeat(2, 1)[:3]
     draws = [Draw(Seat(0), 0, 11), Draw(Seat(3), 1, 4), Draw(Seat(4), 2, 9)]
-    together = {e.seat: e.token for e in verifier.draw(draws, logits)}
+    together = {e.seat: e.token for e in drawn(verifier, draws, logits)}
     for order in ([2, 0, 1], [1], [0, 2]):
         some = [Draw(draws[i].seat, n, draws[i].position) for n, i in enumerate(order)]
-        alone = verifier.draw(some, logits[order])
+        alone = drawn(verifier, some, logits[order])
         assert {e.seat: e.token for e in alone} == {
             draws[i].seat: together[draws[i].seat] for i in order
         }
@@ -101,7 +110,7 @@ def test_every_seat_keeps_its_own_parameters_whatever_the_order_of_the_batch() -
 
 def test_samples_of_a_fan_out_draw_differently_from_the_same_logits() -> None:
     verifier = seated(*(load(i, temperature=1.0, seed=3, index=i) for i in range(6)))
-    emitted = verifier.draw([Draw(Seat(i), 0, 3) for i in range(6)], torch.zeros(1, VOCAB))
+    emitted = drawn(verifier, [Draw(Seat(i), 0, 3) for i in range(6)], torch.zeros(1, VOCAB))
     assert len({e.token for e in emitted}) > 1
 
 
@@ -139,7 +148,7 @@ def test_no_stop_token_is_drawn_before_min_tokens() -> None:
 def test_log_probabilities_come_only_when_asked_for_and_are_the_models_own() -> None:
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
     verifier = seated(load(0), load(1, logprobs=0), load(2, logprobs=3, logit_bias=((4, 90.0),)))
-    emitted = verifier.draw([Draw(Seat(i), i, 3) for i in range(3)], logits)
+    emitted = drawn(verifier, [Draw(Seat(i), i, 3) for i in range(3)], logits)
     expect = log_probabilities(logits)
     assert (emitted[0].logprob, emitted[0].top) == (None, ())
     assert emitted[1].logprob == pytest.approx(float(expect[1, emitted[1].token]))
@@ -152,7 +161,7 @@ def test_log_probabilities_come_only_when_asked_for_and_are_the_models_own() -> 
 def test_a_row_with_a_nan_is_not_finite_and_leaves_the_others_alone() -> None:
     verifier = seated(load(0), load(1))
     logits = torch.cat((logits_with((5, float("nan"))), logits_with((6, 2.0))))
-    emitted = verifier.draw([Draw(Seat(0), 0, 3), Draw(Seat(1), 1, 3)], logits)
+    emitted = drawn(verifier, [Draw(Seat(0), 0, 3), Draw(Seat(1), 1, 3)], logits)
     assert [e.finite for e in emitted] == [False, True]
     assert emitted[1].token == 6
 

@@ -1,0 +1,70 @@
+"""Who guesses the tokens that the next step verifies.
+
+Knows seats that just drew a token, and the draft layer; does not know what becomes of a guess. Any
+guess is right: it can cost time, and never change a text.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from millpond.memory.arena import Arenas
+from millpond.models.base import Model
+from millpond.nn.batch import Staging
+from millpond.runtime.seats import SeatSampling
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Live:
+    """The seats that drew a token in this step, n of them; a negative seat means none."""
+
+    seats: tuple[int, ...]  # `seat` on the host
+    seat: torch.Tensor  # [n] int64
+    token: torch.Tensor  # [n] int64, the newest token
+    position: torch.Tensor  # [n] int64, where it stands
+    hidden: torch.Tensor  # [n, hidden], the target's final hidden of the token before
+    ends: tuple[int, ...]  # bounds of `position + 1` from above, on the host
+
+
+class Proposer(Protocol):
+    """Makes drafts. One that is handed to a runner decides how often drafts are accepted."""
+
+    def propose(self, live: Live) -> torch.Tensor:
+        """Token ids [n, K] int64 for the K positions after `live.position`."""
+
+
+class DraftModel:
+    """The model's own draft layer, chained: each draft is made from the one before.
+
+    Drafts are drawn as the target will draw in their place: with the noise of that position, the
+    same filters, and penalties that count the drafts before. So both agree wherever their
+    distributions are close, also at high temperatures.
+    """
+
+    def __init__(self, model: Model, arenas: Arenas, staging: Staging, seats: SeatSampling) -> None:
+        self._model = model
+        self._arenas = arenas
+        self._staging = staging
+        self._seats = seats
+
+    def propose(self, live: Live) -> torch.Tensor:
+        """Token ids [n, K] int64; writes the draft layer's entries of `live.position` and on."""
+        count = self._staging.num_drafts
+        token, hidden, selected = live.token, live.hidden, None
+        rows = self._seats.rows(live.seats, live.seat)
+        generated = self._seats.generated(live.seat) if self._seats.counting(live.seats) else None
+        ends = tuple(end + count for end in live.ends)
+        drafts = []
+        for step in range(count):
+            position = live.position + step
+            batch = self._staging.singles(live.seat, token, position, ends)
+            hidden, selected = self._model.draft(batch, hidden, self._arenas, selected)
+            logits = self._model.draft_logits(hidden)
+            token = self._seats.choose(logits, rows, position + 1, generated).token
+            if generated is not None:
+                generated.scatter_add_(1, token[:, None], generated.new_ones((len(token), 1)))
+            drafts.append(token)
+        return torch.stack(drafts, 1)
