@@ -15,7 +15,15 @@ import torch
 from millpond.errors import StepFailed
 from millpond.executor.uni import UniExecutor
 from millpond.memory.arena import Arena, Arenas
-from millpond.plan.step import PAGE_SIZE, Capabilities, Row, StepPlan, StepResult
+from millpond.plan.step import (
+    PAGE_SIZE,
+    Capabilities,
+    Export,
+    Row,
+    StepPlan,
+    StepResult,
+    VerifyRow,
+)
 from millpond.runtime.worker import Worker
 from millpond.state.lease import SlotId
 from tests.support.counting import CountWrites, changed_entries, snapshot
@@ -80,7 +88,7 @@ class RecordingExecutor:
         self.look_between_steps()
         before = snapshot(self.arenas.slots)
         result = self._run(plan)
-        self._look_for_strangers(plan, before)
+        self._look_for_strangers(plan, result, before)
         self._left = (snapshot(self.arenas.slots), snapshot(self.arenas.pages))
         self.plans.append(plan)
         if len(self.plans) == self.fail_at:
@@ -89,6 +97,10 @@ class RecordingExecutor:
             self._known[load.seat] = (list(load.tokens), load.prompt_len)
         for row in plan.prefill + plan.decode:
             self._note(row, row in plan.prefill, result)
+        for verifying in plan.verify:
+            self._note_verify(verifying, result)
+        for emitted in result.emitted:
+            self._known[emitted.seat][0].append(emitted.token)
         return result
 
     def look_between_steps(self) -> None:
@@ -106,27 +118,38 @@ class RecordingExecutor:
         with CountWrites(self.arenas.slots) as count:
             result = self._inner.execute(plan)
         spec = self.arenas.slots.spec
-        asked = len(_outputs(plan)) * sum(t.num_bytes for t in spec.tensors)
-        written = count.num_bytes - len(plan.poison_slots) * spec.num_bytes
-        self.slot_bytes_written += written
-        if written != asked:
+        asked = len(_outputs(plan, result)) * sum(t.num_bytes for t in spec.tensors)
+        num_bytes = count.num_bytes - len(plan.poison_slots) * spec.num_bytes
+        self.slot_bytes_written += num_bytes
+        if num_bytes != asked:
             self.bytes_beyond.append(
-                f"step {plan.step} wrote {written} bytes of slots, not {asked}"
+                f"step {plan.step} wrote {num_bytes} bytes of slots, not {asked}"
             )
         return result
 
-    def _look_for_strangers(self, plan: StepPlan, before: torch.Tensor) -> None:
+    def _look_for_strangers(self, plan: StepPlan, result: StepResult, before: torch.Tensor) -> None:
         """Slots change only where the plan says so."""
         changed = changed_entries(self.arenas.slots, before)
-        for slot in set(changed) - {*_outputs(plan), *plan.poison_slots}:
+        for slot in set(changed) - {*_outputs(plan, result), *plan.poison_slots}:
             self.bytes_beyond.append(f"step {plan.step} changed slot {slot}, which it does not own")
 
     def _note(self, row: Row, chunked: bool, result: StepResult) -> None:
         tokens, prompt_len = self._known[row.seat]
         del tokens[row.start + len(row.tokens) :]
         tokens[row.start :] = row.tokens
+        self._note_row(row, row.exports, result)
+
+    def _note_verify(self, row: VerifyRow, result: StepResult) -> None:
+        if len(self._known[row.seat][0]) != row.end:
+            self.bytes_beyond.append(f"{row.request} verifies from {row.end}, not from its last")
+        self._note_row(row, () if row.export is None else (row.export,), result)
+
+    def _note_row(
+        self, row: Row | VerifyRow, exports: tuple[Export, ...], result: StepResult
+    ) -> None:
+        tokens, prompt_len = self._known[row.seat]
         written = {(w.slot, w.end) for w in result.written}
-        outputs = [(row.state_out, row.end), *((e.slot, e.end) for e in row.exports)]
+        outputs = [(row.state_out, row.end), *((e.slot, e.end) for e in exports)]
         for slot, end in outputs:
             if (slot, end) in written:
                 self._note_entry("state", self.arenas.slots, slot, tokens[:end], prompt_len, row)
@@ -136,7 +159,13 @@ class RecordingExecutor:
             self._note_entry("page", self.arenas.pages, table[index], prefix, prompt_len, row)
 
     def _note_entry(
-        self, what: str, arena: Arena, entry: int, tokens: list[int], prompt_len: int, row: Row
+        self,
+        what: str,
+        arena: Arena,
+        entry: int,
+        tokens: list[int],
+        prompt_len: int,
+        row: Row | VerifyRow,
     ) -> None:
         prompt = min(prompt_len, len(tokens))
         where = f"{self.where}, {row.request} rows {row.start}..{row.end}"
@@ -151,6 +180,12 @@ class RecordingExecutor:
         return (r for plan in self.plans for r in plan.prefill + plan.decode)
 
 
-def _outputs(plan: StepPlan) -> list[SlotId]:
+def _outputs(plan: StepPlan, result: StepResult) -> list[SlotId]:
+    """All slots that the rows of a plan write: of the exports of verify rows, those they reach."""
     rows = plan.prefill + plan.decode
-    return [*(r.state_out for r in rows), *(e.slot for r in rows for e in r.exports)]
+    reached = {w.slot for w in result.written}
+    return [
+        *(r.state_out for r in rows + plan.verify),
+        *(e.slot for r in rows for e in r.exports),
+        *(r.export.slot for r in plan.verify if r.export is not None and r.export.slot in reached),
+    ]
