@@ -12,6 +12,7 @@ from typing import NamedTuple
 from millpond.engine.ledger import Ledger, pages_for
 from millpond.engine.request import Sequence
 from millpond.engine.types import PrefixOutcome
+from millpond.errors import Exhausted
 from millpond.plan.step import PAGE_SIZE
 from millpond.state.lease import SlotId
 from millpond.state.prefix import PrefixMatch
@@ -89,6 +90,16 @@ def admit(
     end = first_end(sequence, match.end)
     if not _has_room(ledger, sequence, match, end, running):
         return None
+    try:
+        admitted = _take(ledger, sequence, match, end)
+    except Exhausted:  # room that was evictable by count was not by place
+        return None
+    _tell_outcome(ledger, sequence, match)
+    return admitted
+
+
+def _take(ledger: Ledger, sequence: Sequence, match: PrefixMatch, end: int) -> Admitted:
+    """Lease everything, or raise with nothing leased."""
     with ExitStack() as undo:
         undo.callback(ledger.vacate, sequence)
         undo.callback(sequence.state.cancel, ledger.pool)
@@ -105,7 +116,6 @@ def admit(
         for one in sequence.group:
             one.sit(ledger.seats.pop())
         undo.pop_all()
-    _tell_outcome(ledger, sequence, match)
     return Admitted(end, state_in, state_out)
 
 
@@ -123,10 +133,15 @@ def _has_room(
         return False
     wanted = sum(missing_pages(sequence, len(sequence.tokens) if running else end))
     wanted += sum(sum(missing_pages(other, len(other.tokens))) for other in running)
-    wanted -= len(match.pages)
-    if wanted <= pages.num_free:
+    if wanted - len(match.pages) <= pages.num_free:
         return True
-    return wanted <= pages.num_free + index.evictable_pages - len(match.pages)
+    evicted = wanted - pages.num_free  # were the matched pages evicted too, which they will not be
+    if evicted > index.num_pages:
+        return False
+    # The exact number visits every indexed page; a bound that counts shared pages once for each who
+    # holds them will often do.
+    held = sum(len(one.pages) for other in running for one in other.group)
+    return evicted <= pages.size - pages.num_free - held or evicted <= index.evictable_pages
 
 
 def _tell_outcome(ledger: Ledger, sequence: Sequence, match: PrefixMatch) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from millpond.engine import admission
 from millpond.engine.admission import admit, missing_pages, take_pages
 from millpond.engine.request import Sequence
 from millpond.errors import Exhausted
@@ -65,9 +66,10 @@ def test_one_thing_too_few_refuses_and_changes_nothing(missing, cached):
         while ledger.pool.num_free:
             ledger.pool.take("somebody")
     else:
-        ledger.pages.retain(node.page for node in ledger.index.nodes())
-        wanted = sum(missing_pages(sequence, 260)) + 1 - (3 if cached else 0)
-        ledger.pages.take(ledger.pages.num_free - wanted + 1)
+        wanted = sum(missing_pages(sequence, 260)) - (3 if cached else 0)
+        others[0].pages = [node.page for node in ledger.index.nodes()]
+        ledger.pages.retain(others[0].pages)
+        others[0].pages += ledger.pages.take(ledger.pages.num_free - wanted + 1)
     before = snapshot(tower)
     assert admit(ledger, sequence, others, end_of_row) is None
     assert snapshot(tower) == before
@@ -87,6 +89,19 @@ def test_an_admission_that_breaks_off_gives_everything_back(monkeypatch):
         admit(ledger, sequence, [], end_of_row)
     after = snapshot(tower)[:3]
     assert after[:2] == before[:2]
+
+
+def test_room_that_turns_out_not_to_be_there_makes_a_sequence_wait(monkeypatch):
+    tower = Tower(num_pages=5)
+    tower.answers([tower.request(range(200))])
+    ledger, sequence = tower.engine._ledger, waiting(tower, range(300))
+    ledger.pages.retain(node.page for node in ledger.index.nodes())
+    ledger.pages.take(1)
+    monkeypatch.setattr(admission, "_has_room", lambda *_: True)
+    before = snapshot(tower)[:3]
+    assert admit(ledger, sequence, [], end_of_row) is None
+    assert snapshot(tower)[:3] == before
+    assert sequence.request.outcome is None
 
 
 def test_pages_of_a_row_that_did_not_run_are_not_taken_again():
