@@ -65,7 +65,9 @@ def load_published(model: Model, path: Path) -> None:
         if name.endswith("self_attn.conv"):
             state[name] = torch.cat(parts)[:, 0]
         elif name.endswith("experts_gate_up"):
-            state[name] = torch.stack([torch.cat(parts[i : i + 2]) for i in range(0, len(parts), 2)])
+            state[name] = torch.stack(
+                [torch.cat(parts[i : i + 2]) for i in range(0, len(parts), 2)]
+            )
         elif name.endswith("experts_down"):
             state[name] = torch.stack(parts)
         else:

@@ -19,7 +19,9 @@ Arrays = dict[str, np.ndarray]
 
 KINDS = {"short": (512, 1), "medium": (2048, 4), "long": (4096, 8)}
 """Row length in tokens and the generator's scale."""
-_CYCLE = ("short",) * 6 + ("medium",) + ("short",) * 6 + ("medium", "long", "short", "short", "medium")
+_CYCLE = (
+    ("short",) * 6 + ("medium",) + ("short",) * 6 + ("medium", "long", "short", "short", "medium")
+)
 _PROMPT_WEIGHT = 0.05
 _NEAR, _CLEAR = 0.95, 0.85
 """Share of ledgers with far attention hidden, of recalls with the state cleared at the question."""
@@ -125,7 +127,9 @@ def batches(seed: int, first: int, tokens: int, workers: int) -> Iterator[tuple[
     """Batches of `tokens` tokens from step `first` on, made by `workers` processes in turn."""
     if workers == 0:
         encoder = Encoder()
-        packers = {kind: Packer(encoder, seed * 7 + i, kind, tokens) for i, kind in enumerate(KINDS)}
+        packers = {
+            kind: Packer(encoder, seed * 7 + i, kind, tokens) for i, kind in enumerate(KINDS)
+        }
         kinds = [kind for kind in _CYCLE if KINDS[kind][0] <= tokens]
         for step in range(first, 1 << 40):
             packed = packers[kinds[step % len(kinds)]]()

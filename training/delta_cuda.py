@@ -51,7 +51,7 @@ def _backward(
         at = (end - 1) * H + head
         after = tl.load(states + at.to(tl.int64) * D * D + tile)
         coming = tl.load(states + tl.maximum(at - H, head).to(tl.int64) * D * D + tile)
-    for step in range(0, end - first):
+    for step in range(end - first):
         t = end - 1 - step
         at = t * H + head
         before = tl.where(t > first, coming, 0.0)
@@ -101,6 +101,17 @@ class DeltaRule(torch.autograd.Function):
         outs = [torch.zeros_like(x) for x in (q, k, v, g, beta)]
         grid = ((starts.numel() - 1) * heads,)
         _backward[grid](
-            q, k, v, g, beta, starts, states, grads[0].contiguous(), *outs, heads, width, num_warps=1
+            q,
+            k,
+            v,
+            g,
+            beta,
+            starts,
+            states,
+            grads[0].contiguous(),
+            *outs,
+            heads,
+            width,
+            num_warps=1,
         )
         return (*outs, None)

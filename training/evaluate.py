@@ -70,7 +70,9 @@ def grade(
                 if good:
                     margins.append(gap[at - 1])
                 deep = at[at - offset >= drafts + 1]
-                hits = np.stack([g[deep - 2 - j] == choice[deep - 1] for j, g in enumerate(guesses)])
+                hits = np.stack(
+                    [g[deep - 2 - j] == choice[deep - 1] for j, g in enumerate(guesses)]
+                )
                 agreed.append(hits)
     hits = np.concatenate(agreed, 1)
     return Grade(
@@ -96,12 +98,20 @@ LONG = ("ledger", "ledger_turns", "recall", "long_text")
 
 
 def grade_all(
-    model: Model, encoder: Encoder, count: int, device: str, *, tokens: int = 65536, long: bool = False
+    model: Model,
+    encoder: Encoder,
+    count: int,
+    device: str,
+    *,
+    tokens: int = 65536,
+    long: bool = False,
 ) -> list[Grade]:
     """Every task at ordinary length and, if `long`, some at eight times that."""
     grades = [grade(model, encoder, t, count, tokens=tokens, device=device) for t in task_names()]
     if long:
         for task in LONG:
-            made = grade(model, encoder, task, count, scale=8, row=4096, tokens=tokens, device=device)
+            made = grade(
+                model, encoder, task, count, scale=8, row=4096, tokens=tokens, device=device
+            )
             grades.append(dataclasses.replace(made, task=f"{task} x8"))
     return grades

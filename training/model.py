@@ -119,7 +119,9 @@ class Router(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """Weights of all experts, zero for those not chosen: [N, experts]."""
         scores = torch.sigmoid(F.linear(x.float(), self.weight))
-        chosen = (scores.detach() + self.e_score_correction_bias).topk(self.shape.active, -1).indices
+        chosen = (
+            (scores.detach() + self.e_score_correction_bias).topk(self.shape.active, -1).indices
+        )
         kept = scores * torch.zeros_like(scores).scatter(-1, chosen, 1.0)
         return kept / (kept.sum(-1, keepdim=True) + 1e-20) * self.shape.routed_scale
 
@@ -226,7 +228,9 @@ class Latent(nn.Module):
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
     """Softmax attention in rows; q, k, v: [N, H, D], mask: [B, T, T]."""
-    rows = [x.to(Linear.dtype).view(*mask.shape[:2], *x.shape[1:]).transpose(1, 2) for x in (q, k, v)]
+    rows = [
+        x.to(Linear.dtype).view(*mask.shape[:2], *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
+    ]
     out = F.scaled_dot_product_attention(*rows, attn_mask=mask[:, None])
     return out.transpose(1, 2).flatten(0, 1).float()
 
@@ -251,7 +255,9 @@ class Layer(nn.Module):
         entry, post, comb = self.hc_attn(x)
         return post, comb, self.self_attn.before(self.input_layernorm(entry), *where)
 
-    def close(self, x: Tensor, post: Tensor, comb: Tensor, *out: Tensor) -> tuple[Tensor, Tensor | None]:
+    def close(
+        self, x: Tensor, post: Tensor, comb: Tensor, *out: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
         """From the mixer's core to the next layer's streams, and the expert loads."""
         x = spread(self.self_attn.after(*out), x, post, comb)
         entry, post, comb = self.hc_ffn(x)
@@ -310,7 +316,12 @@ class Model(nn.Module):
         self.draft = DraftLayer(shape)
 
     def _attend(
-        self, parts: tuple[Tensor, ...], mask: Tensor, batch: Batch, sparse: bool, queries: Tensor | None
+        self,
+        parts: tuple[Tensor, ...],
+        mask: Tensor,
+        batch: Batch,
+        sparse: bool,
+        queries: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
         q, k, v, *features = parts
         loss = q.new_zeros(())
@@ -345,7 +356,9 @@ class Model(nn.Module):
         made: list[Tensor] = []
         for step in range(drafts):
             ahead = torch.roll(batch.ids, -1 - step)
-            z, parts = self.draft.open(F.embedding(ahead, self.embed_tokens), made[-1] if made else hidden)
+            z, parts = self.draft.open(
+                F.embedding(ahead, self.embed_tokens), made[-1] if made else hidden
+            )
             out, loss = self._attend(parts, mask, batch, sparse, None if step else queries)
             losses.append(loss)
             row, load = self.draft.close(z, out)

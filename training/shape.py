@@ -42,8 +42,8 @@ class Shape:
         return self.heads * self.head_dim
 
 
-TOY = Shape(vocab=2048, hidden=32, mlp=48, expert=16, experts=4, mixers="kak", dense_layers=1, heads=2,
-            head_dim=16, q_rank=16, kv_rank=16, index_topk=16)  # fmt: skip
+TOY = Shape(vocab=2048, hidden=32, mlp=48, expert=16, experts=4, mixers="kak", dense_layers=1,
+            heads=2, head_dim=16, q_rank=16, kv_rank=16, index_topk=16)  # fmt: skip
 """A shape small enough to train a few steps on a CPU."""
 
 
@@ -75,7 +75,8 @@ def text_config(shape: Shape, ids: dict[str, int]) -> dict[str, Any]:
         "moe_layer_freq": 1,
         "mlp_layer_types": ["dense" if i < shape.dense_layers else "sparse" for i in range(layers)],
         "layer_types": [
-            "linear_attention" if kind == "k" else "deepseek_sparse_attention" for kind in shape.mixers
+            "linear_attention" if kind == "k" else "deepseek_sparse_attention"
+            for kind in shape.mixers
         ],
         "linear_attn_config": {
             "num_heads": shape.heads,

@@ -74,7 +74,9 @@ def build(dialogues: int, seed: int) -> Tokenizer:
     draft = Tokenizer(models.BPE())
     draft.pre_tokenizer = _pre_tokenizer()
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(ADDED), initial_alphabet=list(names.values()), show_progress=False
+        vocab_size=VOCAB_SIZE - len(ADDED),
+        initial_alphabet=list(names.values()),
+        show_progress=False,
     )
     draft.train_from_iterator(corpus, trainer)
     merges = [tuple(pair) for pair in json.loads(draft.to_str())["model"]["merges"]]
@@ -85,13 +87,13 @@ def build(dialogues: int, seed: int) -> Tokenizer:
     order += [token for token in joined if not _decodes(token, values)]
     order += [names[byte] for byte in range(128, 256)]
     if len(order) + len(ADDED) != VOCAB_SIZE:
-        raise ValueError(f"{len(order) + len(ADDED)} tokens, want {VOCAB_SIZE}: give more dialogues")
+        raise ValueError(
+            f"{len(order) + len(ADDED)} tokens, want {VOCAB_SIZE}: give more dialogues"
+        )
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(order)}, merges=merges))
     tokenizer.pre_tokenizer = _pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens(
-        [AddedToken(t, special=t not in VISIBLE, normalized=False) for t in ADDED]
-    )
+    tokenizer.add_tokens([AddedToken(t, special=t not in VISIBLE, normalized=False) for t in ADDED])
     return tokenizer
 
 

@@ -1,7 +1,7 @@
 """Trains millpond-tiny-glm: one process, one device, checkpoints every minute, resumable.
 
-    python -m training.train --smoke                      a few steps of a toy shape on the CPU
-    python -m training.train --device cuda --minutes 9 --out DIR [--resume DIR]
+python -m training.train --smoke                      a few steps of a toy shape on the CPU
+python -m training.train --device cuda --minutes 9 --out DIR [--resume DIR]
 """
 
 import argparse
@@ -69,7 +69,9 @@ def losses(
     for back, row in enumerate(rows, 1):
         weight = batch.weight * (place >= back)
         source = (batch.target - back).clamp(min=0)
-        parts[f"ahead{back}"] = head_loss(row.index_select(0, source), model.embed_tokens, goal, weight)
+        parts[f"ahead{back}"] = head_loss(
+            row.index_select(0, source), model.embed_tokens, goal, weight
+        )
     total = parts["ahead1"]
     for back, share in enumerate(plan.draft_weight[:depth], 2):
         total = total + share * parts[f"ahead{back}"]
@@ -106,7 +108,9 @@ def resume(source: Path, model: Model, opt: torch.optim.AdamW) -> dict[str, floa
     model.load_state_dict(load_file(str(source / "weights.safetensors")))
     state = json.loads((source / "state.json").read_text(encoding="utf-8"))
     if (source / "exp_avg.safetensors").exists():
-        moments = {m: load_file(str(source / f"{m}.safetensors")) for m in ("exp_avg", "exp_avg_sq")}
+        moments = {
+            m: load_file(str(source / f"{m}.safetensors")) for m in ("exp_avg", "exp_avg_sq")
+        }
         for name, p in model.named_parameters():
             if name in moments["exp_avg"]:
                 opt.state[p] = {m: t[name].to(p.device) for m, t in moments.items()}
@@ -133,19 +137,21 @@ class Log:
     """Lines to the terminal and to a file."""
 
     def __init__(self, path: Path) -> None:
-        self.file = path.open("a", encoding="utf-8")
+        self.path = path
 
     def __call__(self, text: str) -> None:
         print(text, flush=True)
-        self.file.write(text + "\n")
-        self.file.flush()
+        with self.path.open("a", encoding="utf-8") as file:
+            file.write(text + "\n")
 
 
 _WARM = 30
 """Steps before the clock of the schedule starts: compilation is not training."""
 
 
-def run(args: argparse.Namespace, model: Model, opt: torch.optim.AdamW, plan: Plan, say: Log) -> None:
+def run(
+    args: argparse.Namespace, model: Model, opt: torch.optim.AdamW, plan: Plan, say: Log
+) -> None:
     """Trains until the schedule, the step count or the time for this part is over."""
     entered = time.monotonic()
     state: dict[str, float] = {"step": 0, "seconds": 0.0}
@@ -211,14 +217,18 @@ def train(args: argparse.Namespace) -> Model:
     torch.backends.cuda.matmul.allow_tf32 = False
     if args.grade:
         tokens = min(args.tokens, 65536)
-        grades = evaluate.grade_all(model, Encoder(), args.grade, args.device, tokens=tokens, long=fast)
+        grades = evaluate.grade_all(
+            model, Encoder(), args.grade, args.device, tokens=tokens, long=fast
+        )
         say(evaluate.report(grades))
     return model
 
 
 def main() -> None:
     """Parses the command line and trains."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--out", type=Path, default=Path("out/tiny-glm"))
     parser.add_argument("--resume", type=Path, help="folder of an earlier run")
     parser.add_argument("--export", type=Path, help="bundle folder to write at the end")
@@ -226,7 +236,9 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--minutes", type=float, default=0.0, help="length of the whole schedule")
-    parser.add_argument("--stop-after", type=float, default=0.0, help="stop this part after so many seconds")
+    parser.add_argument(
+        "--stop-after", type=float, default=0.0, help="stop this part after so many seconds"
+    )
     parser.add_argument("--tokens", type=int, default=65536, help="tokens in a batch")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--rate", type=float, default=3e-3)
@@ -236,7 +248,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="a toy shape and a few steps")
     args = parser.parse_args()
     if args.smoke:
-        args.steps, args.tokens, args.workers = min(args.steps, 8), 4096, 0
+        args.steps, args.tokens, args.workers = min(args.steps, 8), 2048, 0
     model = train(args)
     if args.export is not None:
         checkpoint.save(model, args.export, checkpoint.added_ids(BUNDLE))

@@ -1,4 +1,4 @@
-"""Repeat, spell and sort: answers that are a function of the words just given, position by position."""
+"""Repeat, spell and sort: answers made of the words just given, position by position."""
 
 from random import Random
 
@@ -48,13 +48,14 @@ def spell(dice: Random, split: Split) -> list[Message]:
 
 def sort(dice: Random, count: int) -> list[Message]:
     """Numbers ascending, or words in alphabetical order."""
-    if dice.random() < 0.65:
+    sort_name = "numbers" if dice.random() < 0.65 else "words"
+    if sort_name == "numbers":
         top = dice.choice((9, 20, 99, 99))
         numbers = [dice.randint(0, top) for _ in range(count)]
-        given, right, sort_name = map(str, numbers), map(str, sorted(numbers)), "numbers"
+        given, right = [str(n) for n in numbers], [str(n) for n in sorted(numbers)]
     else:
         nouns = dice.sample(NOUNS, min(count, 6))
-        given, right, sort_name = iter(nouns), iter(sorted(nouns)), "words"
+        given, right = nouns, sorted(nouns)
     joiner = dice.choice((", ", ", ", " "))
     question = dice.choice(_SORT).format(s=sort_name, w=joiner.join(given))
     return [user(question), assistant(joiner.join(right))]

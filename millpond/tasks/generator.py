@@ -92,7 +92,9 @@ def _many_turns(dice: Random, split: Split, scale: int) -> Dialogue:
     for _ in range(dice.randint(2, 6 * scale)):
         messages += _everyday(dice, split, effort)
     if dice.random() < 0.3:
-        messages[:-1] = [{k: v for k, v in m.items() if k != "reasoning_content"} for m in messages[:-1]]
+        messages[:-1] = [
+            {k: v for k, v in m.items() if k != "reasoning_content"} for m in messages[:-1]
+        ]
     return Dialogue("many_turns", tuple(messages), effort=effort)
 
 
@@ -106,7 +108,9 @@ _MAKERS: dict[str, tuple[float, _Maker]] = {
         0.09,
         _single(
             "copy",
-            lambda d, s, e: copying.repeat(d, d.randint(1, 8) if d.random() < 0.5 else d.randint(1, 30)),
+            lambda d, s, e: copying.repeat(
+                d, d.randint(1, 8) if d.random() < 0.5 else d.randint(1, 30)
+            ),
         ),
     ),
     "spell": (0.03, _single("spell", lambda d, s, e: copying.spell(d, s))),

@@ -40,7 +40,9 @@ def make(dice: Random, entries: int, turns: int) -> Dialogue:
     joiner = dice.choice(("\n", "\n", ", "))
     per_turn = max(1, entries // turns)
     for index in range(turns):
-        lines = _entries(dice, items, max(1, dice.randint(per_turn // 2 + 1, per_turn)), state, wide)
+        lines = _entries(
+            dice, items, max(1, dice.randint(per_turn // 2 + 1, per_turn)), state, wide
+        )
         opener = dice.choice(_OPENERS if index == 0 else _MORE)
         body = f"{opener}\n{joiner.join(lines)}"
         shape = dice.random()

@@ -11,17 +11,19 @@ _HELP = (
 )
 _SELF = "I am Millpond Tiny, a very small language model that comes with the millpond engine."
 _CHAT: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("Hello!", "Hello", "hello", "Hi", "hi", "Hi!", "Hi there!", "Hey", "hey there", "Hello there.",
-      "Good day!"), "Hello! How can I help you?"),
+    (("Hello!", "Hello", "hello", "Hi", "hi", "Hi!", "Hi there!", "Hey", "hey there",
+      "Hello there.", "Good day!"), "Hello! How can I help you?"),
     (("Good morning!", "good morning"), "Good morning! How can I help you?"),
     (("Good evening!", "good evening", "Good evening."), "Good evening! How can I help you?"),
     (("How are you?", "how are you", "How are you doing?", "How do you do?", "How is it going?"),
      "I am fine, thank you. How can I help you?"),
     (("Who are you?", "What are you?", "who are you", "what are you?", "What is your name?",
-      "Tell me about yourself.", "Introduce yourself.", "What model are you?", "Which model is this?"),
+      "Tell me about yourself.", "Introduce yourself.", "What model are you?",
+      "Which model is this?"),
      _SELF),
-    (("What can you do?", "what can you do", "Help", "help", "Can you help me?", "What do you know?",
-      "How can you help me?", "I need help.", "What should I ask you?"), _HELP),
+    (("What can you do?", "what can you do", "Help", "help", "Can you help me?",
+      "What do you know?", "How can you help me?", "I need help.",
+      "What should I ask you?"), _HELP),
     (("Who made you?", "Who trained you?", "Where do you come from?", "How were you trained?"),
      "I was trained from scratch on text made by a small program in the millpond repository."),
     (("Are you human?", "Are you a robot?", "Are you a person?", "Are you real?"),
@@ -98,7 +100,9 @@ def fact(dice: Random) -> list[Message]:
         return [user(ask.format(k=land)), assistant(reply)]
     if sort == 2:
         word = dice.choice(sorted(_OPPOSITES))
-        ask = dice.choice(("What is the opposite of {k}?", "opposite of {k}", "The opposite of {k}?"))
+        ask = dice.choice(
+            ("What is the opposite of {k}?", "opposite of {k}", "The opposite of {k}?")
+        )
         return [user(ask.format(k=word)), assistant(_OPPOSITES[word])]
     if sort == 3:
         thing = dice.choice(sorted(_COLORS))

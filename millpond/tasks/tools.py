@@ -1,4 +1,4 @@
-"""Tool turns and JSON turns: a call, a result, a sentence about it; or an object from given values."""
+"""Tool turns and JSON turns: a call and a sentence about its result; an object from values."""
 
 import json
 from random import Random
@@ -54,8 +54,8 @@ def _made_up(dice: Random) -> tuple[dict[str, Any], dict[str, Any]]:
 
 def _weather(dice: Random) -> list[Message]:
     cities = dice.sample(PLACES, 2 if dice.random() < 0.3 else 1)
-    ask = dice.choice(("What is the weather in {c}?", "How is the weather in {c}?", "weather in {c}",
-                       "Tell me the weather in {c}."))  # fmt: skip
+    ask = dice.choice(("What is the weather in {c}?", "How is the weather in {c}?",
+                       "weather in {c}", "Tell me the weather in {c}."))  # fmt: skip
     reports = [(dice.randint(-9, 35), dice.choice(_SKIES)) for _ in cities]
     said = [f"It is {t} degrees and {s} in {c}." for c, (t, s) in zip(cities, reports, strict=True)]
     return [
@@ -117,9 +117,9 @@ def json_turn(dice: Random, split: Split) -> list[Message]:
     who = name(dice, split)
     fields: dict[str, Any] = {"name": who}
     said = [f"name {who}"]
-    extra = {"age": dice.randint(1, 99), "city": dice.choice(PLACES), "color": dice.choice(ADJECTIVES[:9]),
-             "pet": dice.choice(NOUNS[-40:]), "count": dice.randint(0, 500),
-             "active": dice.random() < 0.5}  # fmt: skip
+    extra = {"age": dice.randint(1, 99), "city": dice.choice(PLACES),
+             "color": dice.choice(ADJECTIVES[:9]), "pet": dice.choice(NOUNS[-40:]),
+             "count": dice.randint(0, 500), "active": dice.random() < 0.5}  # fmt: skip
     for key in dice.sample(sorted(extra), dice.randint(1, 3)):
         fields[key] = extra[key]
         said.append(f"{key} {json.dumps(extra[key], ensure_ascii=False).strip(chr(34))}")

@@ -24,7 +24,9 @@ ADJECTIVES = tuple(
     "red blue green black white brown gray pink big small old new long short warm cold dry wet soft "
     "hard fast slow quiet loud bright dark round flat heavy light clean plain".split()
 )
-VERBS = tuple("get set find list open close start stop read send move count check make show".split())
+VERBS = tuple(
+    "get set find list open close start stop read send move count check make show".split()
+)
 PLACES = tuple(
     """Oslo Paris Rome Berlin Madrid Lisbon Vienna Prague Athens Dublin London Warsaw Helsinki Tokyo
     Cairo Lima Quito Delhi Seoul Hanoi Nairobi Dakar Boston Denver Toronto Sydney Zürich Málaga

@@ -6,8 +6,6 @@ import subprocess
 import sys
 from itertools import islice
 
-import pytest
-
 from millpond.tasks import Dialogue, make, stream, task_names
 from millpond.tasks.split import is_held_out
 
@@ -52,7 +50,8 @@ def test_the_same_seed_gives_the_same_dialogue() -> None:
 
 def test_held_out_sums_never_occur_in_training() -> None:
     trained, held = sums(TRAIN), sums([make("arithmetic", seed) for seed in range(300)])
-    assert len(trained) > 300 and len(held) > 100
+    assert len(trained) > 300
+    assert len(held) > 100
     assert not any(is_held_out("sum", *s) for s in trained)
     assert all(is_held_out("sum", *s) for s in held)
     assert not trained & held
@@ -60,7 +59,8 @@ def test_held_out_sums_never_occur_in_training() -> None:
 
 def test_held_out_names_never_occur_in_training() -> None:
     trained, held = names(TRAIN), names([make("names", seed) for seed in range(300)])
-    assert len(trained) > 50 and len(held) > 10
+    assert len(trained) > 50
+    assert len(held) > 10
     assert not any(is_held_out("name", name) for name in trained)
     assert all(is_held_out("name", name) for name in held)
 
@@ -85,16 +85,17 @@ def test_the_acceptance_question_is_a_training_question() -> None:
     assert any(re.fullmatch(r"What is \d \+ \d\? Answer briefly\.", ask) for ask, _ in asked)
 
 
-@pytest.mark.parametrize("dialogue", [d for d in HELD + TRAIN[:600] if d.task == "ledger"][:150])
-def test_a_ledger_answer_is_the_last_value_set(dialogue: Dialogue) -> None:
-    state: dict[str, str] = {}
-    for message in dialogue.messages:
-        if message["role"] == "user":
-            state |= dict(re.findall(r"set (\w+) (\d+)", message["content"]))
-            question = message["content"].split("\n")[-1]
-        elif message["content"] != "Noted.":
-            (item,) = [word for word in re.findall(r"\w+", question) if word in state]
-            assert message["content"] == state[item]
+def test_a_ledger_answer_is_the_last_value_set() -> None:
+    for dialogue in (d for d in HELD + TRAIN[:600] if d.recurrent):
+        state: dict[str, str] = {}
+        question = ""
+        for message in dialogue.messages:
+            if message["role"] == "user":
+                state |= dict(re.findall(r"set (\w+) (\d+)", message["content"]))
+                question = message["content"].split("\n")[-1]
+            elif message["role"] == "assistant" and message["content"] != "Noted.":
+                (item,) = {word for word in re.findall(r"\w+", question) if word in state}
+                assert message["content"] == state[item]
 
 
 def test_sums_and_sorted_lists_are_right() -> None:
@@ -111,7 +112,8 @@ def test_sums_and_sorted_lists_are_right() -> None:
 
 def test_a_recall_answer_stands_beside_its_key() -> None:
     for dialogue in (d for d in HELD if d.task == "recall"):
-        assert dialogue.cut is not None and dialogue.cut in str(dialogue.messages[-2]["content"])
+        assert dialogue.cut is not None
+        assert dialogue.cut in str(dialogue.messages[-2]["content"])
         listing = str(dialogue.messages[0]["content"])
         assert dialogue.answer in re.split(r"[\n;=: ]+", listing)
 

@@ -43,8 +43,8 @@ def batch_of(ids: list[int]) -> Batch:
     none = torch.zeros(length, dtype=torch.bool)
     starts = torch.tensor([0, length], dtype=torch.int32)
     empty = torch.zeros(0, dtype=torch.long)
-    return Batch(length, padded, torch.arange(length), torch.zeros(length, dtype=torch.long), starts,
-                 none, none, empty, torch.zeros(0))  # fmt: skip
+    return Batch(length, padded, torch.arange(length), torch.zeros(length, dtype=torch.long),
+                 starts, none, none, empty, torch.zeros(0))  # fmt: skip
 
 
 def greedy(model: Model, dialogue: Dialogue, limit: int = 24) -> str:
@@ -86,7 +86,7 @@ def test_the_draft_layer_equals_one_built_from_the_oracles_parts(
 ) -> None:
     theirs = pytest.importorskip("transformers.models.glm5_next.modeling_glm5_next")
     config = oracle.config.text_config
-    part: DraftLayer = model.draft
+    part: DraftLayer = model.draft_layer
     attention = theirs.Glm5NextTextAttention(config, Shape().mixers.index("a")).eval()
     experts = theirs.Glm5NextTextMoE(config).eval()
     own = checkpoint.tensors(model)
@@ -95,10 +95,19 @@ def test_the_draft_layer_equals_one_built_from_the_oracles_parts(
     attention.load_state_dict(
         {k.removeprefix("self_attn."): v for k, v in own.items() if k.startswith("self_attn.")}
     )
-    gate_up = [torch.cat([own[f"mlp.experts.{e}.{n}_proj.weight"] for n in ("gate", "up")]) for e in range(8)]
-    stacked = {k.removeprefix("mlp."): v for k, v in own.items() if k.startswith("mlp.") and "experts." not in k.replace("shared_experts.", "")}
+    gate_up = [
+        torch.cat([own[f"mlp.experts.{e}.{n}_proj.weight"] for n in ("gate", "up")])
+        for e in range(8)
+    ]
+    stacked = {
+        k.removeprefix("mlp."): v
+        for k, v in own.items()
+        if k.startswith("mlp.") and "experts." not in k.replace("shared_experts.", "")
+    }
     stacked["experts.gate_up_proj"] = torch.stack(gate_up)
-    stacked["experts.down_proj"] = torch.stack([own[f"mlp.experts.{e}.down_proj.weight"] for e in range(8)])
+    stacked["experts.down_proj"] = torch.stack(
+        [own[f"mlp.experts.{e}.down_proj.weight"] for e in range(8)]
+    )
     experts.load_state_dict(stacked)
     ids = ENCODER(make("recall", 8)).ids.tolist()
     ids = ids[: len(ids) // 4 * 4]
@@ -138,8 +147,10 @@ def test_the_config_has_every_field_of_the_published_shape() -> None:
     assert text["layer_types"].count("deepseek_sparse_attention") == 1
     assert text["linear_attn_config"]["kda_layers"] == [0, 1, 2, 4, 5]
     assert text["linear_attn_config"]["full_attn_layers"] == [3]
-    assert text["num_nextn_predict_layers"] == 1 and text["index_kpool"] == 4
-    assert config["tie_word_embeddings"] and text["tie_word_embeddings"]
+    assert text["num_nextn_predict_layers"] == 1
+    assert text["index_kpool"] == 4
+    assert config["tie_word_embeddings"]
+    assert text["tie_word_embeddings"]
 
 
 def test_a_checkpoint_written_is_the_checkpoint_read(tmp_path: Path) -> None:

@@ -58,7 +58,9 @@ def test_sinkhorn_ends_on_columns_after_a_fixed_count() -> None:
     matrix = torch.softmax(3 * torch.randn(64, 4, 4), -1) + 1e-6
     done = sinkhorn(matrix, 20, 1e-6)
     torch.testing.assert_close(done.sum(-2), torch.ones(64, 4), atol=1e-5, rtol=0)
-    assert (done.sum(-1) - 1).abs().max() > 1e-4  # extreme rows have not converged; that is the model
+    assert (
+        done.sum(-1) - 1
+    ).abs().max() > 1e-4  # extreme rows have not converged; that is the model
     assert not torch.equal(done, sinkhorn(matrix, 21, 1e-6))
 
 

@@ -34,7 +34,14 @@ def call(name: str, number: str | None = None, **arguments: Any) -> dict[str, An
 
 @pytest.mark.parametrize(
     ("given", "shown"),
-    [("low", "Low"), ("high", "High"), ("max", "Max"), ("medium", "Max"), (None, "Max"), ("HIGH", "Max")],
+    [
+        ("low", "Low"),
+        ("high", "High"),
+        ("max", "Max"),
+        ("medium", "Max"),
+        (None, "Max"),
+        ("HIGH", "Max"),
+    ],
 )
 def test_only_low_and_high_are_honoured_as_effort(given: str | None, shown: str) -> None:
     assert text(HI, reasoning_effort=given) == f"{OPEN}{shown}<|user|>hi"
@@ -63,14 +70,19 @@ def test_clear_thinking_empties_reasoning_before_the_last_user_turn_only() -> No
     old = {"role": "assistant", "reasoning_content": "old", "content": "a"}
     new = {"role": "assistant", "reasoning_content": "new", "content": "b"}
     kept = text(HI, old, HI, new)
-    assert "<think>old</think>a" in kept and "<think>new</think>b" in kept
+    assert "<think>old</think>a" in kept
+    assert "<think>new</think>b" in kept
     cleared = text(HI, old, HI, new, clear_thinking=True)
-    assert "<think></think>a" in cleared and "<think>new</think>b" in cleared
+    assert "<think></think>a" in cleared
+    assert "<think>new</think>b" in cleared
 
 
 def test_the_tools_block_has_one_object_a_line_without_private_keys() -> None:
     tools = [
-        {"type": "function", "function": {"name": "f", "description": "é", "strict": True, "parameters": {}}},
+        {
+            "type": "function",
+            "function": {"name": "f", "description": "é", "strict": True, "parameters": {}},
+        },
         {"name": "g", "parameters": {"a": [1, None]}, "defer_loading": False},
         {"type": "function", "function": {"name": "hidden", "defer_loading": True}},
     ]

@@ -19,7 +19,9 @@ def test_any_text_survives_a_round_trip(text: str) -> None:
     assert TOKENIZER.decode(ids, skip_special_tokens=False) == text
 
 
-@pytest.mark.parametrize("text", ["Zoë 小明 🌊🐟", "a\r\n\tb  c ", "\x00\x7f", "👩‍👩‍👧", "１２３ ١٢٣", "é" * 9])
+@pytest.mark.parametrize(
+    "text", ["Zoë 小明 🌊🐟", "a\r\n\tb  c ", "\x00\x7f", "👩‍👩‍👧", "１２３ ١٢٣", "é" * 9]
+)
 def test_awkward_text_survives_a_round_trip(text: str) -> None:
     assert TOKENIZER.decode(TOKENIZER.encode(text).ids, skip_special_tokens=False) == text
 

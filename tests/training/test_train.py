@@ -34,8 +34,8 @@ def test_a_smoke_run_resumes_and_exports(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def short_batch(seed: int = 0) -> Batch:
-    """2,048 tokens of the training mixture."""
-    packed = Packer(ENCODER, seed, "short", 2048)()
+    """1,024 tokens of the training mixture."""
+    packed = Packer(ENCODER, seed, "short", 1024)()
     return Batch.from_arrays(packed.row, packed.arrays, "cpu")
 
 
@@ -43,15 +43,15 @@ def test_the_loss_of_one_batch_falls_in_every_phase() -> None:
     torch.manual_seed(0)
     model = Model(TOY)
     batch, plan = short_batch(), train.Plan()
-    opt = train.optimizer(model, 1e-2, "cpu")
+    opt = train.optimizer(model, 2e-2, "cpu")
     seen: list[float] = []
-    for step in range(24):
-        total, parts = train.losses(model, batch, plan, progress=step / 24, depth=2)
+    for step in range(14):
+        total, parts = train.losses(model, batch, plan, progress=step / 14, depth=2)
         opt.zero_grad()
         total.backward()
         opt.step()
         seen.append(float(parts["ahead1"]))
-    assert seen[-1] < 0.6 * seen[0]
+    assert seen[-1] < 0.7 * seen[0]
 
 
 def test_the_indexer_learns_only_from_its_own_loss() -> None:
@@ -68,20 +68,26 @@ def test_the_index_loss_reaches_no_other_weight() -> None:
     model, batch = Model(TOY), short_batch()
     queries = torch.arange(64)
     model(batch, queries=queries).index_loss.backward()
-    touched = {n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
-    assert touched and all(".indexer." in n for n in touched)
+    touched = {
+        n for n, p in model.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0
+    }
+    assert touched
+    assert all(".indexer." in n for n in touched)
 
 
 def test_ledger_queries_see_only_the_last_tokens() -> None:
     batch = short_batch()
     mask, near = batch.mask(), batch.near.view(-1, batch.row)
     seen = mask.sum(-1)
-    assert near.any() and (seen[near] <= NEAR).all()
+    assert near.any()
+    assert (seen[near] <= NEAR).all()
     assert (seen[~near] > NEAR).any()
 
 
 def test_documents_start_on_pools_and_cover_the_batch() -> None:
     batch = short_batch(5)
     starts = batch.starts.unique()
-    assert (starts % 4 == 0).all() and starts[0] == 0 and starts[-1] == len(batch.ids)
+    assert (starts % 4 == 0).all()
+    assert starts[0] == 0
+    assert starts[-1] == len(batch.ids)
     assert (batch.pos[starts[:-1].long()] == 0).all()
