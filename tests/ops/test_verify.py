@@ -252,8 +252,7 @@ class Speculation:
             assert same(hidden[own][0], plain.banks["boundary"][first])
             assert same(hidden[own][1:used], known["hidden"][:-1])
         for name, bank in self.banks.items():
-            for slot in range(len(bank)):
-                assert same(bank[slot], expected[name][slot]), (name, slot)
+            assert same(bank, expected[name]), name
         assert rows.written.agreed() == written
 
 
@@ -355,11 +354,29 @@ def test_a_row_writes_its_slot_once_and_each_export_once(monkeypatch: pytest.Mon
 
     write = verify.write_slots
     monkeypatch.setattr(verify, "write_slots", count)
-    exports = ((2, 5), (4, 6), (6, 7))  # replayed drafts end at 4, the row at 5
-    run.step([Ask(rows[0], most, 2, 0, exports), Ask(rows[1], most, 0, 3), Ask(None)])
+    exports = ((2, 5), (4, 6), (5, 4), (6, 7))  # replayed drafts end at 4, the row at 5
+    made = run.step([Ask(rows[0], most, 2, 0, exports), Ask(rows[1], most, 0, 3), Ask(None)])
+    assert len(made.written.entries) == 3
     assert set(counts.values()) == {1}
     slots = Counter(slot for _, slot in counts)
-    assert slots == {0: 3, 3: 3, 5: 3, 6: 3}  # state, window, boundary vector
+    assert slots == dict.fromkeys((0, 3, 4, 5, 6), 3)  # state, window, boundary vector
+
+
+def test_a_ring_reads_zero_beyond_what_is_pending_and_without_a_seat() -> None:
+    ring = strided_bank(4, (2, 3, 5)).fill_(NAN)
+    ring[2, 1, :2], ring[0] = 1.0, 2.0
+    run = Speculation(Layer("kda", torch.float32), 3, slots=1, seats=4)
+    row = Row(None, seat=2, slot=-1, pending=2, parity=1)  # type: ignore[arg-type]
+    rows = run.rows([Ask(row), Ask(replace(row, seat=-1))])
+    found = verify.read_ring(ring, rows)
+    assert found[0, :2].eq(1.0).all()
+    assert not found[0, 2].any()
+    assert not found[1].any()
+    before = ring.clone()
+    verify.write_ring(ring, torch.full((2, 3, 5), 7.0), rows)
+    assert ring[2, 0].eq(7.0).all()
+    before[2, 0] = 7.0
+    assert same(ring, before)
 
 
 class OnDevice(torch.Tensor):
@@ -610,7 +627,7 @@ def test_a_row_drawn_at_once_is_the_row_drawn_token_by_token() -> None:
     logits, drafts = torch.randn(2, most + 1, vocab), torch.randint(vocab, (2, most))
     generated = torch.randint(0, 3, (2, vocab), dtype=torch.int32)
     ending, until = 7, prompt + 3
-    logits[..., ending] += 5.0
+    logits[1, :, ending] += 50.0
 
     def rows(count: int, generated: torch.Tensor, position: torch.Tensor) -> sampling.SamplingRows:
         def full(value: float, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -628,19 +645,20 @@ def test_a_row_drawn_at_once_is_the_row_drawn_token_by_token() -> None:
         )  # fmt: skip
 
     position = torch.stack((torch.arange(most + 1) + prompt, torch.arange(most + 1) + prompt + 1))
-    counts = sampling.counts_before(generated, drafts).flatten(0, 1)
-    made = rows(2 * (most + 1), counts, position.flatten())
+    counts = sampling.counts_before(generated, drafts)
+    made = rows(2 * (most + 1), counts.flatten(0, 1), position.flatten())
     drawn = sampling.sample(logits.flatten(0, 1), made).token.view(2, -1)
     for row in range(2):
         seen = generated[row].clone()
         for place in range(most + 1):
+            assert torch.equal(counts[row, place], seen)
             at = position[row, place][None]
             token = sampling.sample(logits[row, place][None], rows(1, seen[None], at)).token
             assert token == drawn[row, place]
-            assert (token != ending) or at >= until
+            assert token != ending or at >= until
+            assert row == 0 or (token == ending) == (at >= until)
             if place < most:
                 seen[drafts[row, place]] += 1
-    assert (drawn == ending).any()
 
 
 def test_accepted_are_the_leading_drafts_that_were_drawn() -> None:

@@ -175,12 +175,9 @@ def read_ring(ring: torch.Tensor, rows: VerifyRows) -> torch.Tensor:
 
 
 def write_ring(ring: torch.Tensor, values: torch.Tensor, rows: VerifyRows) -> None:
-    """Leave the drafts' values [B, K, ...] in the other bank; entries without a draft stay."""
+    """Leave the values of the K places after `first`, [B, K, ...], in each row's other bank."""
     some = rows.seats >= 0
-    at = rows.seats[some], 1 - rows.parity[some]
-    held = rows.filled[some, 1:]
-    held = held.view(*held.shape, *[1] * (ring.ndim - 3))
-    ring[at] = torch.where(held, values[some].to(ring.dtype), ring[at])
+    ring[rows.seats[some], 1 - rows.parity[some]] = values[some].to(ring.dtype)
 
 
 def _export(
