@@ -85,8 +85,7 @@ class QueryBlocks:
 def query_blocks(batch: ForwardBatch) -> tuple[QueryBlocks, ...]:
     """Blocks of chunk-form rows (W = 64), then of per-token rows, then of verify rows (W = 1).
 
-    A kind without tokens is left out. The padding of verify rows gives blocks of no token and no
-    tile.
+    A kind without tokens is left out. The padding of verify rows gives blocks of no token.
     """
     device = batch.token_ids.device
     tokens, row, tiles, at = [], [], [], 0
@@ -121,12 +120,11 @@ def query_blocks(batch: ForwardBatch) -> tuple[QueryBlocks, ...]:
 def _single_queries(batch: ForwardBatch, first: int, filled: torch.Tensor) -> QueryBlocks:
     """One block for each token from packed token `first` on: filled [B] bool, whether it is one."""
     token = torch.arange(first, first + filled.shape[0], device=filled.device)
-    tiles = batch.positions[token] // TILE + 1
     longest = max(batch.ends[batch.prefill.num_rows :])
     return QueryBlocks(
         torch.where(filled, token, -1)[:, None],
         batch.token_row[token],
-        torch.where(filled, tiles, 0),
+        batch.positions[token] // TILE + 1,
         -(-longest // TILE),
     )
 
