@@ -1,13 +1,13 @@
 """Every error millpond raises on purpose; knows nothing else of the package.
 
-    MillpondError
-    ├── Refused        a configuration, model or device that cannot serve: raised at start
-    ├── Rejected       one request that cannot be served as asked: HTTP 4xx, ValueError in Python
-    ├── Unavailable    no capacity at present: the caller waits, queues or tries later
-    │   └── Exhausted  a pool has nothing free and nothing evictable
-    ├── StepFailed     one forward failed; its requests are recomputed or ended with an error
-    └── Broken         an invariant of ours does not hold: a bug in millpond
-        └── LeaseError a lease was used after it was spent, twice, or beyond its right
+MillpondError
+├── Refused        a configuration, model or device that cannot serve: raised at start
+├── Rejected       one request that cannot be served as asked: HTTP 4xx, ValueError in Python
+├── Unavailable    no capacity at present: the caller waits, queues or tries later
+│   └── Exhausted  a pool has nothing free and nothing evictable
+├── StepFailed     one forward failed; its requests are recomputed or ended with an error
+└── Broken         an invariant of ours does not hold: a bug in millpond
+    └── LeaseError a lease was used after it was spent, twice, or beyond its right
 """
 
 from __future__ import annotations
@@ -24,7 +24,9 @@ class Refused(MillpondError):
 class Rejected(MillpondError, ValueError):
     """One request is refused. `param` names the offending field, `code` is a stable short name."""
 
-    def __init__(self, message: str, *, param: str | None = None, code: str = "invalid_value") -> None:
+    def __init__(
+        self, message: str, *, param: str | None = None, code: str = "invalid_value"
+    ) -> None:
         super().__init__(message)
         self.param = param
         self.code = code

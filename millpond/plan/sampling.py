@@ -8,10 +8,10 @@ import msgspec
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     """How tokens of one request are chosen.
 
-    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. Penalties as in
-    the OpenAI API (`presence_penalty`, `frequency_penalty` over generated tokens) and the usual
-    multiplicative `repetition_penalty` over prompt and generated tokens. `seed` is always set by the time
-    a request reaches the engine: noise is keyed by (seed, sample index, position, token id).
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 switch a filter off. Penalties as
+    in the OpenAI API (`presence_penalty`, `frequency_penalty` over generated tokens) and the usual
+    multiplicative `repetition_penalty` over prompt and generated tokens. `seed` is always set by
+    the time a request reaches the engine: noise is keyed by (seed, sample index, position, token).
     `logprobs` is the number of alternatives reported per generated token (None: none, not even the
     chosen token's); `prompt_logprobs` likewise for the prompt's tokens.
     """
