@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from millpond.plan.step import Emitted, Export, StepResult, VerifyRow
+from millpond.plan.sampling import SamplingParams
+from millpond.plan.step import PAGE_SIZE, Emitted, Export, StepResult, VerifyRow
 from millpond.runtime.propose import Live
 from millpond.state.lease import Seat, SlotId
 from tests.exactness.driver import Driver, Run, Saved
@@ -48,20 +49,29 @@ class Script:
 class DraftDriver(Driver):
     """A driver whose runs, once they have drawn a token, go on in verify rows.
 
-    A run's `folded` is the end of its slot; `pending` holds how many tokens after it are accepted
-    drafts. `counts` are (drafted, accepted) of every verify row so far.
+    A run's `folded` is the end of its slot; `pending` holds by name how many tokens after it are
+    accepted drafts. `counts` are (drafted, accepted) of every verify row so far, `drawn` what was
+    reported of the tokens of each run.
     """
 
     pending: dict[str, int] = field(default_factory=dict)
     counts: list[tuple[int, int]] = field(default_factory=list)
-    emitted: dict[str, list[Emitted]] = field(default_factory=dict)
+    drawn: dict[str, list[Emitted]] = field(default_factory=dict)
     strays: list[int] = field(default_factory=list)  # slots of exports that were not reached
+    _names: dict[int, str] = field(default_factory=dict)  # the run in each seat
     _verify: list[tuple[Run, VerifyRow]] = field(default_factory=list)
 
     @property
     def num_drafts(self) -> int:
         """K."""
         return self.executor.capabilities.num_draft_tokens
+
+    def start(self, prompt: tuple[int, ...], params: SamplingParams, **given: Any) -> Run:
+        """As a driver does."""
+        run = super().start(prompt, params, **given)
+        self._names[run.seat] = run.name
+        self.drawn[run.name] = []
+        return run
 
     def verify(
         self,
@@ -98,6 +108,8 @@ class DraftDriver(Driver):
         updates = [u for run, row in taken for u in self._extend(run, row.end + row.num_drafts)]
         parts["page_updates"] = (*parts["page_updates"], *updates)
         result = super()._execute(verify=tuple(row for _, row in taken), **parts)
+        for emitted in result.emitted:
+            self.drawn[self._names[emitted.seat]].append(emitted)
         written = {w.slot: w.end for w in result.written}
         accepted = {v.seat: v for v in result.verified}
         for run, row in taken:
@@ -108,7 +120,6 @@ class DraftDriver(Driver):
             assert all(e.finite for e in drawn), f"{run.name} at {row.end}"
             assert written[row.state_out] == row.end
             self.counts.append((counted.drafted, counted.accepted))
-            self.emitted.setdefault(run.name, []).extend(drawn)
             run.tokens += [e.token for e in drawn]
             run.folded, run.slot, run.shared = row.end, row.state_out, False
             self.pending[run.name] = counted.accepted
@@ -116,7 +127,7 @@ class DraftDriver(Driver):
                 continue
             if row.export.slot in written:
                 assert written[row.export.slot] == row.export.end
-                self.saved.append(self._decoded(run, row.export))
+                self.saved.append(decoded(run, row.export.end, row.export.slot))
             else:
                 self.strays.append(row.export.slot)
                 self._release_slot(row.export.slot)
@@ -126,6 +137,7 @@ class DraftDriver(Driver):
         """Room for what the step's tokens, and the drafts made in it, write."""
         return super()._extend(run, min(end + self.num_drafts + 1, MAX_POSITION))
 
-    def _decoded(self, run: Run, export: Export) -> Saved:
-        pages = run.pages[: export.end // 64]
-        return Saved(tuple(run.tokens[: export.end]), export.end, export.slot, pages)
+
+def decoded(run: Run, end: int, slot: int) -> Saved:
+    """A state of generated tokens, and the whole pages before its end."""
+    return Saved(tuple(run.tokens[:end]), end, slot, run.pages[: end // PAGE_SIZE])

@@ -134,7 +134,7 @@ class RecordingExecutor:
             self.bytes_beyond.append(f"step {plan.step} changed slot {slot}, which it does not own")
 
     def _note(self, row: Row, chunked: bool, result: StepResult) -> None:
-        tokens, prompt_len = self._known[row.seat]
+        tokens, _ = self._known[row.seat]
         del tokens[row.start + len(row.tokens) :]
         tokens[row.start :] = row.tokens
         self._note_row(row, row.exports, result)
