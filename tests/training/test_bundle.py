@@ -86,7 +86,7 @@ def test_the_draft_layer_equals_one_built_from_the_oracles_parts(
 ) -> None:
     theirs = pytest.importorskip("transformers.models.glm5_next.modeling_glm5_next")
     config = oracle.config.text_config
-    part: DraftLayer = model.draft_layer
+    part: DraftLayer = model.draft
     attention = theirs.Glm5NextTextAttention(config, Shape().mixers.index("a")).eval()
     experts = theirs.Glm5NextTextMoE(config).eval()
     own = checkpoint.tensors(model)
