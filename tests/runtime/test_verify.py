@@ -7,12 +7,13 @@ from typing import Any
 import pytest
 import torch
 
+from millpond.ops.batch import VerifyRows
 from millpond.ops.bind import bind
 from millpond.ops.reference.sampling import log_probabilities
 from millpond.plan.sampling import SamplingParams
-from millpond.plan.step import Emitted, Row, SeatLoad, StepPlan
+from millpond.plan.step import Emitted, Row, SeatLoad, StepPlan, Verified, VerifyRow
 from millpond.runtime.seats import SeatSampling
-from millpond.runtime.verify import Draw, Scored, Verifier, wanted
+from millpond.runtime.verify import Drafted, Draw, Outcome, Scored, Verifier, wanted
 from millpond.state.lease import Seat, SlotId
 
 VOCAB = 50
@@ -62,6 +63,35 @@ def draw(verifier: Verifier, seat: int, logits: torch.Tensor, position: int = 3)
     return drawn(verifier, [Draw(Seat(seat), 0, position)], logits)[0]
 
 
+def drafted(
+    *rows: tuple[int, tuple[int, ...]], width: int, pending: int = 0, most: int | None = None
+) -> Drafted:
+    """Verify rows, each (seat, its first token and drafts); the first tokens stand at 3."""
+    count = torch.tensor([len(tokens) - 1 for _, tokens in rows])
+    none = torch.zeros(0, dtype=torch.int64)
+    same = torch.zeros_like(count)
+    verify = VerifyRows(
+        width=width,
+        state_in=same,
+        state_out=same,
+        base=same + 3 - pending,
+        pending=same + pending,
+        num_drafts=count if most is None else count.clamp(max=most),
+        parity=same,
+        seats=torch.tensor([seat for seat, _ in rows]),
+        export_row=none,
+        export_end=none,
+        export_slot=none,
+    )
+    padded = [(*tokens, *(0,) * (width - len(tokens))) for _, tokens in rows]
+    places = torch.arange(width).expand(len(rows), -1)
+    return Drafted(tuple(seat for seat, _ in rows), verify, torch.tensor(padded), 3 + places)
+
+
+def outcome(verifier: Verifier, logits: torch.Tensor, rows: Drafted) -> Outcome:
+    return verifier.report(verifier.draw((), logits, rows))
+
+
 def row(seat: int, tokens: tuple[int, ...], start: int = 0, **given: Any) -> Row:
     return Row(
         request=f"r{seat}",
@@ -89,6 +119,28 @@ def test_only_rows_that_emit_or_are_scored_become_logits() -> None:
     assert want.num_drawn == 2
     assert [(d.seat, d.row, d.position) for d in want.draws] == [(2, 0, 2), (4, 0, 2), (3, 1, 6)]
     assert [(s.first, s.count) for s in want.scored] == [(3, 4), (7, 1)]
+
+
+def test_every_place_of_a_verify_row_becomes_logits_after_what_known_rows_draw_from() -> None:
+    live = VerifyRow(
+        request="r4",
+        seat=Seat(4),
+        start=9,
+        pending=2,
+        num_drafts=1,
+        state_in=SlotId(3),
+        state_out=SlotId(3),
+    )
+    plan = StepPlan(
+        step=1,
+        prefill=(row(0, (1, 2, 3), emit_seats=(Seat(0),), prompt_logprobs=0),),
+        decode=(row(3, (9,), start=5, emit_seats=(Seat(3),)),),
+        verify=(live, live),
+    )
+    want = wanted(plan, width=3)
+    assert want.at == (2, 3, 4, 5, 6, 7, 8, 9, 0, 1)
+    assert want.num_drawn == 8
+    assert [d.seat for d in want.draws] == [0, 3]
 
 
 def test_every_seat_keeps_its_own_parameters_whatever_the_order_of_the_batch() -> None:
@@ -178,3 +230,119 @@ def test_prompt_scores_are_those_of_each_known_successor_across_blocks() -> None
         expect.gather(1, torch.tensor([*tokens[1:], 41])[:, None]).squeeze(1).tolist()
     )
     assert all(len(e.top) == 2 for e in result.entries)
+
+
+def test_drafts_are_accepted_up_to_the_first_that_was_not_drawn() -> None:
+    logits = torch.cat([logits_with((t, 5.0)) for t in (11, 12, 13, 14)])
+    cases = {
+        (9, 11, 12, 13): [11, 12, 13, 14],
+        (9, 11, 12, 30): [11, 12, 13],
+        (9, 30, 12, 13): [11],  # what stands after a wrong draft is wrong, whatever it is
+        (9, 11): [11, 12],
+        (9,): [11],
+    }
+    for tokens, run in cases.items():
+        for pending in (0, 2):
+            got = outcome(seated(load(1)), logits, drafted((1, tokens), width=4, pending=pending))
+            assert [e.token for e in got.emitted] == run
+            assert got.verified == (Verified(Seat(1), len(tokens) - 1, len(run) - 1),)
+            assert got.bases == (3 - pending,)
+
+
+def test_a_draft_that_is_not_to_be_verified_is_not_accepted() -> None:
+    logits = torch.cat([logits_with((t, 5.0)) for t in (11, 12, 13)])
+    got = outcome(seated(load(1)), logits, drafted((1, (9, 11, 12)), width=3, most=1))
+    assert [e.token for e in got.emitted] == [11, 12]
+    assert got.verified == (Verified(Seat(1), 1, 1),)
+
+
+def test_verify_rows_draw_beside_known_ones_each_with_its_seats_parameters() -> None:
+    verifier = seated(*(load(i, temperature=1.0, seed=i, index=i % 2) for i in range(4)))
+    noise = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, VOCAB, generator=noise)
+    expect = {}
+    for seat, rows in ((0, logits[2:4]), (3, logits[4:6])):
+        expect[seat] = [draw(verifier, seat, rows[i : i + 1], 4 + i).token for i in range(2)]
+    expect[1] = [draw(verifier, 1, logits[0:1], 8).token]
+    expect[2] = [draw(verifier, 2, logits[1:2], 5).token]
+    rows = drafted((3, (9, expect[3][0])), (0, (9, VOCAB - 1)), width=2)
+    mixed = torch.cat((logits[:2], logits[4:6], logits[2:4]))
+    got = verifier.report(verifier.draw([Draw(Seat(1), 0, 8), Draw(Seat(2), 1, 5)], mixed, rows))
+    assert [(e.seat, e.token) for e in got.emitted] == [
+        (1, expect[1][0]),
+        (2, expect[2][0]),
+        (3, expect[3][0]),
+        (3, expect[3][1]),
+        (0, expect[0][0]),
+    ]
+
+
+def test_a_fan_out_beside_verify_rows_shares_its_own_logits_alone() -> None:
+    verifier = seated(*(load(i) for i in range(4)))
+    logits = torch.cat([logits_with((t, 5.0)) for t in (21, 22, 11, 12)])
+    draws = [Draw(Seat(s), r, 3) for s, r in ((0, 0), (1, 0), (2, 1))]
+    got = verifier.report(verifier.draw(draws, logits, drafted((3, (9, 11)), width=2)))
+    assert [(e.seat, e.token) for e in got.emitted] == [(0, 21), (1, 21), (2, 22), (3, 11), (3, 12)]
+
+
+def test_penalties_count_the_drafts_before_a_place_and_then_what_was_emitted() -> None:
+    logits = logits_with((5, 4.0), (6, 3.5), (7, 3.2)).expand(3, -1)
+    verifier = seated(load(1, frequency_penalty=1.0), load(2))
+    rows = drafted((2, (9, 5, 5)), (1, (9, 5, 6)), width=3)
+    got = outcome(verifier, torch.cat((logits, logits)), rows)
+    assert [(e.seat, e.token) for e in got.emitted] == [
+        *((2, 5), (2, 5), (2, 5)),
+        *((1, 5), (1, 6), (1, 7)),
+    ]
+    # Now 5, 6 and 7 were generated once each: as plain draws would have it.
+    assert draw(verifier, 1, logits[:1], 6).token == 5
+    # A wrong draft is not counted as generated, nor is what was drawn after it.
+    verifier = seated(load(1, frequency_penalty=1.0))
+    got = outcome(verifier, logits, drafted((1, (9, 6, 7)), width=3))
+    assert [e.token for e in got.emitted] == [5]
+    assert [draw(verifier, 1, logits[:1], p).token for p in (4, 5)] == [6, 7]
+
+
+def test_a_stop_token_may_be_drawn_from_its_position_on_within_a_row() -> None:
+    logits = logits_with((EOS, 9.0), (6, 7.0)).expand(3, -1)
+    verifier = seated(load(1, min_tokens=2))  # after a prompt of 3 tokens: from position 5 on
+    for pending in (0, 1):
+        got = outcome(verifier, logits, drafted((1, (9, 6, EOS)), width=3, pending=pending))
+        assert [e.token for e in got.emitted] == [6, EOS, EOS]
+
+
+def test_every_emitted_position_has_the_models_own_log_probabilities() -> None:
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4))
+    best = logits.argmax(-1).tolist()
+    verifier = seated(load(1, logprobs=2), load(2))
+    rows = drafted((2, (9, best[0], best[1])), (1, (9, best[0], 0)), width=3)
+    got = outcome(verifier, torch.cat((logits, logits)), rows).emitted
+    expect = log_probabilities(logits)
+    assert [e.logprob for e in got[:3]] == [None] * 3
+    assert [e.token for e in got[3:]] == best[:2]
+    for place, emitted in enumerate(got[3:]):
+        assert emitted.logprob == pytest.approx(float(expect[place, emitted.token]))
+        assert [t for t, _ in emitted.top] == expect[place].topk(2).indices.tolist()
+
+
+def test_a_run_ends_with_the_first_token_whose_logits_are_not_finite() -> None:
+    sound = [logits_with((t, 5.0)) for t in (11, 12, 13)]
+    nan = torch.full((1, VOCAB), float("nan"))
+    for at in range(3):
+        logits = torch.cat((*sound[:at], nan, *sound[at + 1 :]))
+        got = outcome(seated(load(1)), logits, drafted((1, (9, 11, 12)), width=3))
+        assert [e.finite for e in got.emitted] == [True] * at + [False]
+    # One that no accepted draft leads to is nobody's business.
+    logits = torch.cat((sound[0], nan, nan))
+    got = outcome(seated(load(1)), logits, drafted((1, (9, 30, 12)), width=3))
+    assert [(e.token, e.finite) for e in got.emitted] == [(11, True)]
+
+
+def test_a_row_of_no_seat_draws_nothing_and_counts_nothing() -> None:
+    verifier = seated(load(0, frequency_penalty=1.0))
+    logits = logits_with((5, 4.0), (6, 3.5)).expand(4, -1)
+    got = outcome(verifier, logits, drafted((-1, (5, 5)), (0, (9, 5)), width=2))
+    assert [(e.seat, e.token) for e in got.emitted] == [(0, 5), (0, 6)]
+    assert got.verified == (Verified(Seat(0), 1, 1),)
+    counts = verifier.seats.generated(torch.tensor([0]))
+    assert counts[0].nonzero().flatten().tolist() == [5, 6]
