@@ -17,7 +17,7 @@ from millpond.memory.layout import ModelLayout
 from millpond.models.base import Description, Model, describe
 from millpond.models.base import load as load_model
 from millpond.nn.batch import Staging
-from millpond.ops.bind import Bound, bind
+from millpond.ops.bind import AUTO, Bound, bind
 from millpond.plan.step import PAGE_SIZE, Capabilities, StepPlan, StepResult
 from millpond.runtime.propose import DraftModel
 from millpond.runtime.runner import ModelRunner
@@ -104,7 +104,7 @@ def load(
     num_seats: int,
     session_len: int | None = None,
     load_format: str = "auto",
-    kda_prefill_backend: str = "auto",
+    kda_prefill_backend: str = AUTO,
     num_draft_tokens: int = 0,
     debug_poison: bool = False,
 ) -> Worker:
@@ -117,7 +117,7 @@ def load(
     place = choose_device(device)
     computing = choose_dtype(dtype, place)
     description = describe(model_dir)
-    ops = bind(place, delta_prefill_backend=kda_prefill_backend)
+    ops = bind(place, delta_prefill_backend=_delta_backend(description, kda_prefill_backend))
     check_drafts(description, num_draft_tokens)
     limit = description.config.max_position
     if session_len is not None and session_len > limit:
@@ -150,6 +150,16 @@ def load(
         worker.runner.arenas.num_bytes / 2**20,
     )
     return worker
+
+
+def _delta_backend(description: Description, kda_prefill_backend: str) -> str:
+    """The backend of `delta_prefill`; a choice for KDA that the model has no use for is refused."""
+    if kda_prefill_backend != AUTO and description.config.delta_rule != "kda":
+        raise Refused(
+            f"kda_prefill_backend={kda_prefill_backend!r} is for models with KDA layers;"
+            f" {description.model_type} has none"
+        )
+    return kda_prefill_backend
 
 
 def check_drafts(description: Description, num_draft_tokens: int) -> None:

@@ -16,6 +16,7 @@ from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import PageUpdate, Row, SeatLoad, StepPlan
 from millpond.runtime.worker import Worker, load, model_facts
 from millpond.state.lease import PageId, Seat, SlotId
+from tests.exactness.families import QWEN
 
 BUNDLED = Path(millpond.__file__).parent / "bundled" / "millpond-tiny-glm"
 
@@ -91,6 +92,48 @@ def test_an_unknown_model_or_backend_is_refused_by_name(tmp_path: Path) -> None:
         load(tmp_path, device="cpu", num_slots=1, num_pages=1, num_seats=1)
     with pytest.raises(Refused, match="flash_kda"):
         small(kda_prefill_backend="flash_kda")
+
+
+def test_a_backend_chosen_for_kda_layers_is_refused_for_a_model_without_any(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(QWEN))
+    sizes = {"device": "cpu", "num_slots": 1, "num_pages": 1, "num_seats": 1}
+    for backend in ("torch", "flash_kda"):
+        with pytest.raises(Refused, match=f"{backend}.*qwen3_5_moe_text has none"):
+            load(tmp_path, load_format="dummy", kda_prefill_backend=backend, **sizes)  # type: ignore[arg-type]
+    load(tmp_path, load_format="dummy", **sizes)  # type: ignore[arg-type]
+    small(kda_prefill_backend="torch")
+
+
+def test_drafts_beyond_the_limit_or_without_a_draft_layer_are_refused(tmp_path: Path) -> None:
+    for count in (-1, 8):
+        with pytest.raises(Refused, match=f"{count} draft tokens.*0 to 7"):
+            small(num_draft_tokens=count)
+    (tmp_path / "config.json").write_text(json.dumps(QWEN | {"mtp_num_hidden_layers": 0}))
+    with pytest.raises(Refused, match="has no draft layer to make 3 draft tokens"):
+        load(
+            tmp_path,
+            device="cpu",
+            num_slots=1,
+            num_pages=1,
+            num_seats=1,
+            load_format="dummy",
+            num_draft_tokens=3,
+        )
+
+
+def test_drafts_take_memory_of_seats_alone_and_only_when_asked_for() -> None:
+    description = describe(BUNDLED)
+    facts = [
+        model_facts(description, dtype="float32", device="cpu", num_draft_tokens=k)
+        for k in (0, 1, 3, 7)
+    ]
+    assert len({(f.slot_bytes, f.page_bytes, f.weight_bytes) for f in facts}) == 1
+    assert [f.seat_bytes for f in facts] == sorted({f.seat_bytes for f in facts})
+    worker = small(dtype="float32", num_draft_tokens=3)
+    assert worker.runner.arenas.seats.storage.shape == (2, facts[2].seat_bytes)
+    assert worker.capabilities.num_draft_tokens == 3
+    assert small().capabilities.num_draft_tokens == 0
+    assert small().runner.proposer is None
 
 
 def test_a_small_model_runs_on_one_thread_and_leaves_the_process_as_it_was() -> None:
