@@ -14,7 +14,7 @@ from millpond.ops.batch import RowSlots, WriteLog
 from millpond.ops.reference import attention, conv, delta, linear, slots
 from millpond.plan.step import FanOut, Row
 from millpond.runtime.runner import ModelRunner
-from millpond.runtime.verify import Draw, Verifier
+from millpond.runtime.seats import SeatSampling
 from tests.exactness.engines import Ask, House, serve
 from tests.exactness.prompts import GREEDY, PROMPTS, SEEDED, TWO
 from tests.exactness.test_schedules import TRUTHS, expected
@@ -145,12 +145,12 @@ def rows_read_the_slot_they_write(patch: pytest.MonkeyPatch) -> None:
 
 
 def seats_are_taken_for_rows(patch: pytest.MonkeyPatch) -> None:
-    original = Verifier._rows
+    original = SeatSampling.rows
 
-    def by_row(self: Verifier, draws: list[Draw]) -> Any:
-        return original(self, [Draw(i, d.row, d.position) for i, d in enumerate(draws)])  # type: ignore[arg-type]
+    def by_row(self: SeatSampling, seats: tuple[int, ...], seat: torch.Tensor) -> Any:
+        return original(self, range(len(seats)), torch.arange(len(seat)))
 
-    patch.setattr(Verifier, "_rows", by_row)
+    patch.setattr(SeatSampling, "rows", by_row)
 
 
 def products_are_not_padded(patch: pytest.MonkeyPatch) -> None:
