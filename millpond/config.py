@@ -100,11 +100,11 @@ class PytorchEngineConfig(_Strict):
     prefill_save_alignment: int = PAGE
     checkpoint_mode: Literal["interior", "split", "off"] | None = None
     checkpoint_interval: int = Field(default=4096, ge=1)
-    decode_checkpoint_interval: int | None = Field(default=None, ge=1)
     kda_prefill_backend: Literal["auto", "torch", "triton", "fla", "flash_kda"] = "auto"
     debug_audit: bool = False
     debug_poison: bool = False
     # Known elsewhere, not served here: any value but the default is refused by name.
+    decode_checkpoint_interval: int | None = None
     dp: int = 1
     ep: int = 1
     prefill_context_parallel_size: int = 1
@@ -119,6 +119,7 @@ class PytorchEngineConfig(_Strict):
 
 
 NOT_SERVED = {
+    "decode_checkpoint_interval": "making checkpoints along an answer",
     "dp": "data parallelism",
     "ep": "expert parallelism",
     "prefill_context_parallel_size": "prefill context parallelism",
@@ -164,7 +165,6 @@ class Resolved:
     checkpoint_mode: Literal["interior", "split", "off"]
     prefill_save_alignment: int
     checkpoint_interval: int
-    decode_checkpoint_interval: int
     cache_budget: int  # bytes that slots, pages and seats may take
     cache_bytes: int  # bytes that they take
     debug_audit: bool
@@ -190,7 +190,9 @@ def check(config: PytorchEngineConfig, speculative: SpeculativeConfig | None = N
     """Refuse what cannot be served whatever the model is; needs no file and no device."""
     for name, what in NOT_SERVED.items():
         if getattr(config, name) != PytorchEngineConfig.model_fields[name].default:
-            raise Refused(f"{name}={getattr(config, name)!r}: {what} is not supported")
+            raise Refused(
+                f"{name}={getattr(config, name)!r}: {what} is not supported, leave it out"
+            )
     if config.tp > 1:
         raise Refused(f"tp={config.tp}: tensor parallelism is not supported yet, use tp=1")
     if config.distributed_executor_backend != "uni":
@@ -206,18 +208,17 @@ def check(config: PytorchEngineConfig, speculative: SpeculativeConfig | None = N
             "there yet, use 0"
         )
     if config.block_size != PAGE:
-        raise Refused(
-            f"block_size={config.block_size}: a page holds {PAGE} tokens, the grid of all"
-        )
+        raise Refused(f"block_size={config.block_size}: a page holds {PAGE} tokens, use {PAGE}")
     save, mode = config.prefill_save_alignment, config.checkpoint_mode
     if save <= 0 or save % PAGE:
         raise Refused(
             f"prefill_save_alignment={save} is not a positive multiple of the page size {PAGE}"
         )
-    for name in ("checkpoint_interval", "decode_checkpoint_interval"):
-        interval = getattr(config, name)
-        if interval is not None and name in config.model_fields_set and interval % save:
-            raise Refused(f"{name}={interval} is not a multiple of prefill_save_alignment={save}")
+    interval = config.checkpoint_interval
+    if "checkpoint_interval" in config.model_fields_set and interval % save:
+        raise Refused(
+            f"checkpoint_interval={interval} is not a multiple of prefill_save_alignment={save}"
+        )
     if mode in ("interior", "split") and not config.enable_prefix_caching:
         raise Refused(
             f"checkpoint_mode={mode!r} needs prefix caching, but enable_prefix_caching is off"
@@ -275,7 +276,6 @@ def resolve(
         checkpoint_mode=mode,
         prefill_save_alignment=save,
         checkpoint_interval=-(-config.checkpoint_interval // save) * save,
-        decode_checkpoint_interval=config.decode_checkpoint_interval or save,
         cache_budget=sizes.budget,
         cache_bytes=sizes.bytes(),
         debug_audit=config.debug_audit,

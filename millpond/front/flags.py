@@ -46,7 +46,6 @@ HELP = {
     "prefill_save_alignment": "tokens; checkpoints of prompts lie on its multiples",
     "checkpoint_mode": "interior (default), split or off",
     "checkpoint_interval": "tokens between checkpoints along a long prompt",
-    "decode_checkpoint_interval": "tokens between checkpoints of an answer",
     "kda_prefill_backend": "kernels of the chunked recurrence",
     "debug_audit": "check every invariant after every step",
     "debug_poison": "fill what is freed with NaN",

@@ -27,7 +27,6 @@ def test_the_defaults_pass_their_own_validation(facts, available, device):
         prefill_save_alignment=derived.prefill_save_alignment,
         checkpoint_mode=derived.checkpoint_mode,
         checkpoint_interval=derived.checkpoint_interval,
-        decode_checkpoint_interval=derived.decode_checkpoint_interval,
         dtype=derived.dtype,
     )
     again = resolve(named, facts, available=available, device=device)
