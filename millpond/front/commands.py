@@ -57,4 +57,4 @@ def chat(flags: ChatFlags) -> int:
 def doctor(flags: DoctorFlags) -> int:
     """Print what there is and what fits."""
     log_to_stderr(flags.log_level)
-    return doctor_command.run(flags.model, flags.engine())
+    return doctor_command.run(flags.model, flags.engine(), flags.speculative())

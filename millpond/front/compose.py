@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -104,14 +105,18 @@ def open_service(
     template = _template(chat_template, directory, tokenizer)
     defaults = Defaults.of_model(directory)
     planned_at = time.perf_counter()
-    executor = build_executor(directory, resolved, planned.executor)
-    loaded_at = time.perf_counter()
-    capabilities = executor.capabilities
-    if tokenizer.vocab_size > capabilities.vocab_size:
-        raise Refused(
-            f"the tokenizer has {tokenizer.vocab_size} tokens, the model {capabilities.vocab_size}"
-        )
-    engine = Engine(_settings(resolved, defaults, directory), executor)
+    with ExitStack() as undo:
+        executor = build_executor(directory, resolved, planned.executor)
+        undo.callback(executor.close)
+        loaded_at = time.perf_counter()
+        capabilities = executor.capabilities
+        if tokenizer.vocab_size > capabilities.vocab_size:
+            raise Refused(
+                f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model only "
+                f"{capabilities.vocab_size}: they do not belong together"
+            )
+        engine = Engine(_settings(resolved, defaults, directory), executor)
+        undo.pop_all()  # the engine closes it from here on
     engine.start()
     log.info("sampling defaults of the model: %s", defaults)
     metrics.startup("plan", planned_at - begin)

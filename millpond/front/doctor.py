@@ -10,7 +10,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from millpond.config import PytorchEngineConfig, human
+from millpond.config import PytorchEngineConfig, SpeculativeConfig, human
 from millpond.errors import Refused
 from millpond.front import plan
 from millpond.front.compose import plan_model
@@ -47,13 +47,17 @@ def environment() -> Table:
     return made
 
 
-def run(model: str | None, config: PytorchEngineConfig) -> int:
+def run(
+    model: str | None,
+    config: PytorchEngineConfig,
+    speculative: SpeculativeConfig | None = None,
+) -> int:
     """Print both tables. Returns an exit status: 1 when the model cannot be served here."""
     console = Console(highlight=False)
     console.print(environment())
     try:
         with _AsDirectory(model) as directory:
-            planned = plan_model(directory, config)
+            planned = plan_model(directory, config, speculative)
     except Refused as error:
         console.print(f"cannot serve {model or 'the bundled model'}: {error}", markup=False)
         return 1
