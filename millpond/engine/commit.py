@@ -139,13 +139,27 @@ class Committer:
             self._over.append(sequence)
 
     def _distrust(self, sequence: Sequence) -> None:
-        """Drop what a sequence with damaged logits started from, and all it published since."""
-        ledger, prompt = self._ledger, sequence.request.spec.tokens
-        while True:
-            match = ledger.index.match(prompt, sequence.salt, len(prompt))
-            if match.checkpoint is None or match.end < sequence.resumed_end:
-                break
-            ledger.index.drop(match.checkpoint)
+        """Forget what a sequence with damaged logits started from, and all it published since.
+
+        Its pages go too, and what hangs below them: a page that stayed would be under the next
+        checkpoint made there. The next shallower checkpoint is left, and put to the test.
+        """
+        index, prompt, start = (
+            self._ledger.index,
+            sequence.request.spec.tokens,
+            sequence.resumed_end,
+        )
+        held = set(sequence.pages)
+        path = sorted((n for n in index.nodes() if n.page in held), key=lambda node: node.depth)
+        above = [n.depth for n in path if n.checkpoint is not None and n.checkpoint.end < start]
+        suspects = path[max(above, default=0) :]
+        if suspects:
+            index.forget(suspects[0])
+        # Without a start of its own it may have published over pages of others.
+        match = index.match(prompt, sequence.salt, len(prompt))
+        while match.checkpoint is not None and match.end >= start:
+            index.drop(match.checkpoint)
+            match = index.match(prompt, sequence.salt, len(prompt))
         self._scheduler.unblock()
 
     def _lost(self, sequence: Sequence, end: int, why: str) -> None:

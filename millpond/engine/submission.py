@@ -14,6 +14,10 @@ from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import PAGE_SIZE, Capabilities
 
 
+MAX_COUNT = 2**63 - 1
+"""What a device can count to; there is no need to ask for more."""
+
+
 def token_limit(settings: EngineSettings, capabilities: Capabilities) -> int:
     """Tokens one sample may hold, prompt included."""
     pool = capabilities.num_pages * PAGE_SIZE
@@ -24,6 +28,7 @@ def check(request: EngineRequest, settings: EngineSettings, capabilities: Capabi
     """Raise `Rejected` for a request that can never be served as asked."""
     _check_tokens(request, settings, capabilities)
     _check_params(request.params, settings, capabilities)
+    _check_salt(request.cache_salt)
     needed = pages_for(len(request.tokens))
     copies = request.params.n - 1 if len(request.tokens) % PAGE_SIZE else 0
     if needed + copies > capabilities.num_pages:
@@ -74,10 +79,10 @@ def _check_params(
     params: SamplingParams, settings: EngineSettings, capabilities: Capabilities
 ) -> None:
     _within("n", params.n, 1, settings.max_batch_size)
-    _within("max_tokens", params.max_tokens, 1, math.inf)
+    _within("max_tokens", params.max_tokens, 1, MAX_COUNT)
     _within("min_tokens", params.min_tokens, 0, params.max_tokens)
     _within("temperature", params.temperature, 0, math.inf)
-    _within("top_k", params.top_k, 0, math.inf)
+    _within("top_k", params.top_k, 0, MAX_COUNT)
     _within("min_p", params.min_p, 0, 1)
     _within("presence_penalty", params.presence_penalty, -math.inf, math.inf)
     _within("frequency_penalty", params.frequency_penalty, -math.inf, math.inf)
@@ -102,6 +107,13 @@ def _check_params(
                 f"{name} names token {outside}; ids go from 0 to {capabilities.vocab_size - 1}",
                 param=name,
             )
+
+
+def _check_salt(salt: str) -> None:
+    try:
+        salt.encode()
+    except UnicodeEncodeError:
+        raise Rejected("cache_salt is not valid Unicode", param="cache_salt") from None
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:

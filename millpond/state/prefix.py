@@ -254,6 +254,14 @@ class PrefixIndex:
         if not node.children:
             self._enqueue(node)
 
+    def forget(self, node: PageNode) -> None:
+        """Take a page and everything below it out of the index, whoever else holds it."""
+        below = [node]
+        for page in below:
+            below.extend(page.children.values())
+        for page in reversed(below):
+            self._remove_leaf(page)
+
     def clear(self) -> None:
         """Forget everything, at a change of epoch: no older state is findable."""
         for checkpoint in self._checkpoints:

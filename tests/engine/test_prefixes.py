@@ -105,6 +105,36 @@ def test_nonfinite_logits_end_the_request_and_drop_what_it_came_from():
     assert outcome(tower, range(300)) == ("hit", 64)
 
 
+def test_what_damaged_logits_were_computed_from_is_under_no_later_checkpoint():
+    tower = Tower()
+    outcome(tower, range(130))
+    index = tower.engine._ledger.index
+    suspects = {node.page for node in index.nodes()}
+    other = [*range(64), *range(7, 200)]
+    outcome(tower, other)
+    tower.executor.finite = lambda row: False
+    assert tower.answers([tower.request(range(300))]) == [{0: ([], "error")}]
+    assert tower.outcomes["r2"].cached_tokens == 128
+    tower.executor.finite = lambda row: True
+    assert outcome(tower, range(300)) == ("evicted", 0)
+    assert outcome(tower, range(300)) == ("hit", 256)
+    assert not suspects & {node.page for node in index.nodes()}
+    tower.assert_nothing_is_held()
+
+
+def test_a_cold_prompt_with_damaged_logits_leaves_the_prefixes_of_others():
+    tower = Tower(checkpoint_interval=64, checkpoint_budget=30, num_slots=40)
+    outcome(tower, range(130), cache_salt="other")
+    outcome(tower, [*range(64), *range(7, 200)])
+    tower.executor.finite = lambda row: False
+    prompt = list(range(3, 600))
+    assert tower.answers([tower.request(prompt)]) == [{0: ([], "error")}]
+    tower.executor.finite = lambda row: True
+    assert outcome(tower, prompt) == ("evicted", 0)
+    assert outcome(tower, range(130), cache_salt="other") == ("hit", 128)
+    assert outcome(tower, [*range(64), *range(7, 200)])[0] == "hit"
+
+
 def test_a_long_prompt_keeps_within_the_budget_of_checkpoints():
     tower = Tower(checkpoint_interval=64, checkpoint_budget=3)
     outcome(tower, range(1500))

@@ -53,18 +53,7 @@ def test_what_is_not_finite_ends_one_request_and_the_next_is_cold(family: str, w
     assert (stats.nonfinite, stats.finished["error"], stats.slots_running) == (1, 1, 0)
 
 
-@pytest.mark.parametrize(
-    "what",
-    [
-        "slot",
-        pytest.param(
-            "page",
-            marks=pytest.mark.xfail(
-                strict=True, reason="pages below a dropped checkpoint stay in the index"
-            ),
-        ),
-    ],
-)
+@pytest.mark.parametrize("what", ["slot", "page"])
 def test_a_hit_after_the_damage_reads_nothing_of_it(what: str) -> None:
     engine, executor = make_engine("glm", Truth(), "damage")
     damage(engine, executor, what)
