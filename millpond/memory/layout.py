@@ -59,8 +59,12 @@ class ModelLayout:
           end - 1.
     page  per attention layer, the draft layer included: `key`/`value` [kv_heads, 64, D], or
           `latent` [64, C] and `pooled` [64 / pool, index_dim]; model dtype.
-    seat  per indexed layer, the draft layer included: `tail` [pool, 2, index_dim] raw keys and
-          gates of the unfinished pool, by position modulo the pool.
+    seat  per indexed layer, the draft layer included: `tail` [R, 2, index_dim] raw keys and gates
+          of the newest tokens, by position modulo R: the pool, or with K drafts the least multiple
+          of it that is at least pool + K. With K drafts also, in two banks, the drafts that a step
+          verifies as raw inputs: per linear layer `ring_conv` [2, K, channels], `ring_decay`
+          [2, K, H] or [2, K, H, key_dim] and `ring_beta` [2, K, H]; once `ring_hidden`
+          [2, K, hidden] (layer -1), their final hidden; model dtype.
     """
 
     slot: EntrySpec

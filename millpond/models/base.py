@@ -1,7 +1,25 @@
 """What a model is to the rest, and how a directory becomes one; finds families in this folder.
 
-A family is a module with `MODEL_TYPES`, `IGNORED`, `parse`, `build` and `draw`. Its configuration
-knows the layout of slots, pages and seats, so that memory is planned before weights are read.
+A family is a module with `MODEL_TYPES`, `IGNORED`, `DraftLayer`, `parse`, `build` and `draw`. Its
+configuration knows the layout of slots, pages and seats, so that memory is planned before weights
+are read.
+
+Drafting, beside a model's forward. Entry i of the draft layer is made from the final hidden of
+token i - 1 and the embedding of token i. The target's forward writes the entries of all its tokens;
+`Model.draft` runs the whole layer on one entry a row, and what it returns predicts the token at
+i + 1. A chain for the drafts of B rows goes:
+
+    batch = B rows of one token each in decode form, whose slots are all none: token_ids the token
+            just drawn, at its own position i; row_start i, row_end i + 1; starts and ends (bounds)
+            and page_table reach over the whole chain, so that all its steps have one P
+    hidden = the target's final hidden of i - 1: the vector that the token was drawn from
+    n, selected = model.draft(batch, hidden, arenas)
+    tokens = choose(model.draft_logits(n))
+    n, selected = model.draft(batch one position on with `tokens`, n, arenas, selected)
+    ...
+
+The first entry of a chain is what the target's next forward writes again; later ones stand on
+drafts, and are overwritten when their position is verified. A row of no seat has seat and page -1.
 """
 
 from __future__ import annotations
@@ -12,7 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 
@@ -54,6 +72,31 @@ class Model(Protocol):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M, hidden] -> [M, vocab] fp32."""
 
+    def draft(
+        self,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        arenas: Arenas,
+        selected: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One step of a chain (see above): hidden [B, hidden] -> n [B, hidden], and `selected`.
+
+        n, after the layer's own norm, is what `draft_logits` takes, and the next step's `hidden`.
+        `selected` is opaque: None starts a chain, its later steps are given what the first gave.
+        Writes the entry to the row's page and, at the start of a chain, the seat's tail. Raises
+        `Broken` if there is no draft layer.
+        """
+
+    def draft_logits(self, n: torch.Tensor) -> torch.Tensor:
+        """n [M, hidden] -> [M, vocab] fp32, of the token after the entry's own."""
+
+
+class Drafting(Protocol):
+    """What the class of a draft layer says of all its instances."""
+
+    has_recurrent_state: ClassVar[bool]
+    """Whether it keeps a state of its own that checkpoints would have to hold."""
+
 
 class ModelConfig(Protocol):
     """What every family's configuration says."""
@@ -67,11 +110,18 @@ class ModelConfig(Protocol):
         """Tokens a sequence may hold."""
 
     @property
+    def delta_rule(self) -> str:
+        """Which gated delta rule its linear layers follow: `kda` or `gdn`."""
+
+    @property
     def num_draft_layers(self) -> int:
         """Multi-token-prediction layers: 0 or 1."""
 
-    def layout(self, dtype: torch.dtype) -> ModelLayout:
-        """What a slot, a page and a seat hold for a model computing in `dtype`."""
+    def layout(self, dtype: torch.dtype, num_drafts: int = 0) -> ModelLayout:
+        """What a slot, a page and a seat hold for a model computing in `dtype`.
+
+        `num_drafts`: the most drafts that a step verifies; slots and pages are the same for all.
+        """
 
     @property
     def draft_tensor(self) -> str:
@@ -86,6 +136,7 @@ class Family(Protocol):
 
     MODEL_TYPES: tuple[str, ...]
     IGNORED: tuple[str, ...]  # prefixes of published tensors that are no part of the text model
+    DraftLayer: type[Drafting]
 
     def parse(self, config: Fields) -> ModelConfig:
         """The published configuration. `Refused` names what is missing or not supported."""
@@ -109,9 +160,9 @@ class Description:
     config: ModelConfig
     eos_token_ids: tuple[int, ...]
 
-    def layout(self, dtype: torch.dtype) -> ModelLayout:
-        """What a slot, a page and a seat hold."""
-        return self.config.layout(dtype)
+    def layout(self, dtype: torch.dtype, num_drafts: int = 0) -> ModelLayout:
+        """What a slot, a page and a seat hold; `num_drafts`: the most that a step verifies."""
+        return self.config.layout(dtype, num_drafts)
 
     def weight_bytes(self, dtype: torch.dtype, ops: Bound) -> int:
         """Bytes of the weights on the device, counted by building the model without them."""
@@ -175,6 +226,11 @@ def load(
     A long load shows a bar on stderr. Raises `Refused`.
     """
     family, config, model_dir = description.family, description.config, description.model_dir
+    if config.num_draft_layers and family.DraftLayer.has_recurrent_state:
+        raise Refused(
+            f"{model_dir}: the draft layer of {description.model_type} keeps a recurrent state of"
+            " its own, which no checkpoint holds; such draft layers are not supported yet"
+        )
     if load_format == DUMMY:
         drawn = Dummy(lambda *what: family.draw(config, *what), seed)
         return family.build(config, Weights(drawn, dtype=dtype, device=device), ops)

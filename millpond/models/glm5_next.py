@@ -7,23 +7,23 @@ the vision tower of a checkpoint is skipped.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
-from millpond.errors import Refused
+from millpond.errors import Broken, Refused
 from millpond.memory.arena import Arenas
 from millpond.memory.layout import EntrySpec, ModelLayout, TensorSpec
 from millpond.models.fields import Fields
 from millpond.models.weights import Weights, half_kept_decay
 from millpond.nn.attention import LatentAttention, latent_tensors
-from millpond.nn.delta import KimiDelta, slot_tensors
+from millpond.nn.delta import DeltaHeads, KimiDelta, ring_tensors, slot_tensors
 from millpond.nn.linear import Embedding, Linear
 from millpond.nn.moe import Mlp, SigmoidMoe
 from millpond.nn.residual import (
-    BOUNDARY_LAYER,
-    BOUNDARY_NAME,
     HyperConnection,
     RMSNorm,
+    boundary_tensors,
     hidden_before,
     store_boundary,
 )
@@ -55,8 +55,7 @@ class Config:
     mlp_types: tuple[str, ...]  # `DENSE` or `MIXTURE`
     rms_norm_eps: float
     # KDA
-    linear_heads: int
-    linear_dim: int
+    linear: DeltaHeads
     conv_width: int
     lower_bound: float | None
     # latent attention and its indexer
@@ -89,6 +88,11 @@ class Config:
         return len(self.layer_types)
 
     @property
+    def delta_rule(self) -> str:
+        """KDA: every key channel decays by itself."""
+        return "kda"
+
+    @property
     def draft_tensor(self) -> str:
         """How the name of one of the draft layer's tensors ends."""
         return f"layers.{self.num_layers}.eh_proj.weight"
@@ -97,7 +101,7 @@ class Config:
         """The same model, its draft layer left out."""
         return replace(self, num_draft_layers=0)
 
-    def layout(self, dtype: torch.dtype) -> ModelLayout:
+    def layout(self, dtype: torch.dtype, num_drafts: int = 0) -> ModelLayout:
         """What a slot, a page and a seat hold for a model computing in `dtype`."""
         slot: list[TensorSpec] = []
         page: list[TensorSpec] = []
@@ -105,13 +109,12 @@ class Config:
         drafts = (SPARSE_ATTENTION,) * self.num_draft_layers
         for layer, kind in enumerate((*self.layer_types, *drafts)):
             if kind == LINEAR:
-                slot += slot_tensors(
+                slot += slot_tensors(layer, self.linear, conv_width=self.conv_width, dtype=dtype)
+                seat += ring_tensors(
                     layer,
-                    key_heads=self.linear_heads,
-                    key_dim=self.linear_dim,
-                    value_heads=self.linear_heads,
-                    value_dim=self.linear_dim,
-                    conv_width=self.conv_width,
+                    self.linear,
+                    decay=(self.linear.value_heads, self.linear.key_dim),
+                    num_drafts=num_drafts,
                     dtype=dtype,
                 )
             else:
@@ -120,11 +123,14 @@ class Config:
                     rank=self.kv_rank,
                     index_dim=self.index_dim,
                     pool=self.index_pool,
+                    num_drafts=num_drafts,
                     dtype=dtype,
                 )
                 page += of_page
                 seat.append(of_seat)
-        slot.append(TensorSpec(BOUNDARY_LAYER, BOUNDARY_NAME, (self.hidden_size,), dtype))
+        boundary, ring = boundary_tensors(self.hidden_size, num_drafts=num_drafts, dtype=dtype)
+        slot.append(boundary)
+        seat += ring
         return ModelLayout(EntrySpec(tuple(slot)), EntrySpec(tuple(page)), EntrySpec(tuple(seat)))
 
 
@@ -163,8 +169,7 @@ def parse(top: Fields) -> Config:
         layer_types=text.choices("layer_types", layers, _MIXERS),
         mlp_types=text.choices("mlp_layer_types", layers, {DENSE: DENSE, MIXTURE: MIXTURE}),
         rms_norm_eps=text.number("rms_norm_eps"),
-        linear_heads=linear_heads,
-        linear_dim=linear_dim,
+        linear=DeltaHeads(linear_heads, linear_dim, linear_heads, linear_dim),
         conv_width=conv_width,
         lower_bound=lower_bound,
         heads=text.integer("num_attention_heads"),
@@ -212,7 +217,9 @@ def draw(
     config: Config, name: str, shape: tuple[int, ...], generator: torch.Generator
 ) -> torch.Tensor | None:
     """Dummy values: norms near one, small biases, half of the KDA heads slow to forget."""
-    decay = half_kept_decay(name, shape, heads=config.linear_heads, lower_bound=config.lower_bound)
+    decay = half_kept_decay(
+        name, shape, heads=config.linear.value_heads, lower_bound=config.lower_bound
+    )
     if decay is not None:
         return decay
     if "norm" in name and name.endswith(".weight"):
@@ -253,8 +260,7 @@ class Layer:
                 mixer,
                 index,
                 hidden=c.hidden_size,
-                heads=c.linear_heads,
-                dim=c.linear_dim,
+                heads=c.linear,
                 conv_width=c.conv_width,
                 lower_bound=c.lower_bound,
                 eps=c.rms_norm_eps,
@@ -279,6 +285,8 @@ class DraftLayer:
     Its entry at position i is made from the final hidden of i - 1 and the embedding of token i.
     """
 
+    has_recurrent_state: ClassVar[bool] = False
+
     def __init__(self, config: Config, weights: Weights, ops: Bound) -> None:
         c, index = config, config.num_layers
         key, hidden = weights.under(f"layers.{index}."), config.hidden_size
@@ -298,8 +306,27 @@ class DraftLayer:
         arenas: Arenas,
     ) -> None:
         """Write the entry of every token: its embedding and the hidden before it, [T, hidden]."""
+        z = self._fused(embedding, previous)
+        self.mixer.remember(self.norms[0](z), batch, arenas)
+
+    def __call__(
+        self,
+        embedding: torch.Tensor,
+        previous: torch.Tensor,
+        batch: ForwardBatch,
+        arenas: Arenas,
+        selected: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The whole layer on those entries: n [T, hidden], and what the mixer attended to."""
+        z = self._fused(embedding, previous)
+        y, selected = self.mixer.draft(self.norms[0](z), batch, arenas, selected)
+        z = z + y
+        z = z + self.mlp(self.norms[1](z))
+        return self.norm(z), selected
+
+    def _fused(self, embedding: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         pair = (self.embedding_norm(embedding), self.hidden_norm(previous))
-        self.mixer.remember(self.norms[0](self.fuse(torch.cat(pair, -1))), batch, arenas)
+        return self.fuse(torch.cat(pair, -1))
 
 
 class Glm5Next:
@@ -315,7 +342,7 @@ class Glm5Next:
         )
         self.layers = tuple(Layer(c, index, text, ops) for index in range(c.num_layers))
         self.norm = RMSNorm(text, "norm.weight", c.hidden_size, c.rms_norm_eps, ops)
-        self.draft = DraftLayer(c, text, ops) if c.num_draft_layers else None
+        self.draft_layer = DraftLayer(c, text, ops) if c.num_draft_layers else None
 
     def forward(self, batch: ForwardBatch, arenas: Arenas) -> torch.Tensor:
         """The final hidden vectors [T, hidden]; see `millpond.models.base.Model`."""
@@ -324,15 +351,32 @@ class Glm5Next:
         for layer in self.layers:
             streams = layer(streams, batch, arenas)
         hidden = self.norm(self.ops.hyper_mean(streams))
-        if self.draft is not None:
-            previous = hidden_before(hidden, batch, arenas)
-            self.draft.remember(embedded, previous, batch, arenas)
+        if self.draft_layer is not None:
+            previous = hidden_before(hidden, batch, arenas, self.ops)
+            self.draft_layer.remember(embedded, previous, batch, arenas)
         store_boundary(hidden, batch, arenas, self.ops)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M, hidden] -> [M, vocab] fp32."""
         return self.embedding.logits(hidden)
+
+    def draft(
+        self,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        arenas: Arenas,
+        selected: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One step of a chain of drafts: hidden [B, hidden] -> n [B, hidden], and `selected`."""
+        if self.draft_layer is None:
+            raise Broken("a model without a draft layer was asked for drafts")
+        embedded = self.embedding(batch.token_ids)
+        return self.draft_layer(embedded, hidden, batch, arenas, selected)
+
+    def draft_logits(self, n: torch.Tensor) -> torch.Tensor:
+        """n [M, hidden] -> [M, vocab] fp32, by the target's own head."""
+        return self.embedding.logits(n)
 
 
 def _layer_norms(c: Config, key: Weights, ops: Bound) -> tuple[RMSNorm, RMSNorm]:

@@ -7,22 +7,22 @@ the vision tower of a checkpoint is skipped, and a position is a token's index.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
-from millpond.errors import Refused
+from millpond.errors import Broken, Refused
 from millpond.memory.arena import Arenas
 from millpond.memory.layout import EntrySpec, ModelLayout, TensorSpec
 from millpond.models.fields import Fields
 from millpond.models.weights import Weights, half_kept_decay
-from millpond.nn.attention import GatedAttention, key_value_tensors
-from millpond.nn.delta import GatedDelta, slot_tensors
+from millpond.nn.attention import FIRST_ENTRY, GatedAttention, key_value_tensors
+from millpond.nn.delta import DeltaHeads, GatedDelta, ring_tensors, slot_tensors
 from millpond.nn.linear import Embedding, Linear
 from millpond.nn.moe import Mlp, SoftmaxMoe
 from millpond.nn.residual import (
-    BOUNDARY_LAYER,
-    BOUNDARY_NAME,
     ZeroCentredRMSNorm,
+    boundary_tensors,
     hidden_before,
     store_boundary,
 )
@@ -62,10 +62,7 @@ class Config:
     layer_types: tuple[str, ...]  # `LINEAR` or `ATTENTION`
     rms_norm_eps: float
     # GDN
-    linear_key_heads: int
-    linear_key_dim: int
-    linear_value_heads: int
-    linear_value_dim: int
+    linear: DeltaHeads
     conv_width: int
     # attention
     heads: int
@@ -82,6 +79,11 @@ class Config:
         return len(self.layer_types)
 
     @property
+    def delta_rule(self) -> str:
+        """GDN: every value head decays as one."""
+        return "gdn"
+
+    @property
     def draft_tensor(self) -> str:
         """How the name of one of the draft layer's tensors ends."""
         return "mtp.fc.weight"
@@ -90,27 +92,29 @@ class Config:
         """The same model, its draft layer left out."""
         return replace(self, num_draft_layers=0)
 
-    def layout(self, dtype: torch.dtype) -> ModelLayout:
+    def layout(self, dtype: torch.dtype, num_drafts: int = 0) -> ModelLayout:
         """What a slot, a page and a seat hold for a model computing in `dtype`."""
         slot: list[TensorSpec] = []
         page: list[TensorSpec] = []
+        seat: list[TensorSpec] = []
         for layer, kind in enumerate((*self.layer_types, *((ATTENTION,) * self.num_draft_layers))):
             if kind == LINEAR:
-                slot += slot_tensors(
+                slot += slot_tensors(layer, self.linear, conv_width=self.conv_width, dtype=dtype)
+                seat += ring_tensors(
                     layer,
-                    key_heads=self.linear_key_heads,
-                    key_dim=self.linear_key_dim,
-                    value_heads=self.linear_value_heads,
-                    value_dim=self.linear_value_dim,
-                    conv_width=self.conv_width,
+                    self.linear,
+                    decay=(self.linear.value_heads,),
+                    num_drafts=num_drafts,
                     dtype=dtype,
                 )
             else:
                 page += key_value_tensors(
                     layer, kv_heads=self.kv_heads, dim=self.head_dim, dtype=dtype
                 )
-        slot.append(TensorSpec(BOUNDARY_LAYER, BOUNDARY_NAME, (self.hidden_size,), dtype))
-        return ModelLayout(EntrySpec(tuple(slot)), EntrySpec(tuple(page)), EntrySpec(()))
+        boundary, ring = boundary_tensors(self.hidden_size, num_drafts=num_drafts, dtype=dtype)
+        slot.append(boundary)
+        seat += ring
+        return ModelLayout(EntrySpec(tuple(slot)), EntrySpec(tuple(page)), EntrySpec(tuple(seat)))
 
 
 def parse(top: Fields) -> Config:
@@ -148,10 +152,12 @@ def parse(top: Fields) -> Config:
         num_draft_layers=drafts,
         layer_types=_layer_types(text, layers),
         rms_norm_eps=text.number("rms_norm_eps"),
-        linear_key_heads=key_heads,
-        linear_key_dim=text.integer("linear_key_head_dim"),
-        linear_value_heads=value_heads,
-        linear_value_dim=text.integer("linear_value_head_dim"),
+        linear=DeltaHeads(
+            key_heads,
+            text.integer("linear_key_head_dim"),
+            value_heads,
+            text.integer("linear_value_head_dim"),
+        ),
         conv_width=text.integer("linear_conv_kernel_dim"),
         heads=heads,
         kv_heads=kv_heads,
@@ -192,7 +198,7 @@ def draw(
     config: Config, name: str, shape: tuple[int, ...], generator: torch.Generator
 ) -> torch.Tensor | None:
     """Dummy values: zero-centred norms near zero, half of the GDN heads slow to forget."""
-    decay = half_kept_decay(name, shape, heads=config.linear_value_heads)
+    decay = half_kept_decay(name, shape, heads=config.linear.value_heads)
     if decay is not None:
         return decay
     if "norm" in name:
@@ -218,10 +224,7 @@ class Layer:
                 weights.under("linear_attn."),
                 index,
                 hidden=c.hidden_size,
-                key_heads=c.linear_key_heads,
-                key_dim=c.linear_key_dim,
-                value_heads=c.linear_value_heads,
-                value_dim=c.linear_value_dim,
+                heads=c.linear,
                 conv_width=c.conv_width,
                 eps=c.rms_norm_eps,
                 ops=ops,
@@ -250,6 +253,8 @@ class DraftLayer:
     rotation is relative, one and the same shift of keys and queries changes nothing.
     """
 
+    has_recurrent_state: ClassVar[bool] = False
+
     def __init__(self, config: Config, weights: Weights, ops: Bound) -> None:
         c, hidden = config, config.hidden_size
         key, layer = weights.under("mtp."), weights.under("mtp.layers.0.")
@@ -274,8 +279,26 @@ class DraftLayer:
         arenas: Arenas,
     ) -> None:
         """Write the entry of every token: its embedding and the hidden before it, [T, hidden]."""
+        z = self._fused(embedding, previous)
+        self.mixer.remember(self.norms[0](z), rope, batch, arenas)
+
+    def __call__(
+        self,
+        embedding: torch.Tensor,
+        previous: torch.Tensor,
+        rope: Rope,
+        batch: ForwardBatch,
+        arenas: Arenas,
+    ) -> torch.Tensor:
+        """The whole layer on those entries: n [T, hidden]."""
+        z = self._fused(embedding, previous)
+        z = z + self.mixer(self.norms[0](z), rope, batch, arenas, first=FIRST_ENTRY)
+        z = z + self.mlp(self.norms[1](z))
+        return self.norm(z)
+
+    def _fused(self, embedding: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         pair = (self.embedding_norm(embedding), self.hidden_norm(previous))
-        self.mixer.remember(self.norms[0](self.fuse(torch.cat(pair, -1))), rope, batch, arenas)
+        return self.fuse(torch.cat(pair, -1))
 
 
 class Qwen3_5:
@@ -293,24 +316,45 @@ class Qwen3_5:
             Layer(c, index, text.under(f"layers.{index}."), ops) for index in range(c.num_layers)
         )
         self.norm = ZeroCentredRMSNorm(text, "norm.weight", c.hidden_size, c.rms_norm_eps, ops)
-        self.draft = DraftLayer(c, weights, ops) if c.num_draft_layers else None
+        self.draft_layer = DraftLayer(c, weights, ops) if c.num_draft_layers else None
 
     def forward(self, batch: ForwardBatch, arenas: Arenas) -> torch.Tensor:
         """The final hidden vectors [T, hidden]; see `millpond.models.base.Model`."""
-        rope = self.ops.rope_tables(batch.positions, self.config.rotary_dim, self.config.rope_theta)
+        rope = self._rope(batch)
         x = embedded = self.embedding(batch.token_ids)
         for layer in self.layers:
             x = layer(x, rope, batch, arenas)
         hidden = self.norm(x)
-        if self.draft is not None:
-            previous = hidden_before(hidden, batch, arenas)
-            self.draft.remember(embedded, previous, rope, batch, arenas)
+        if self.draft_layer is not None:
+            previous = hidden_before(hidden, batch, arenas, self.ops)
+            self.draft_layer.remember(embedded, previous, rope, batch, arenas)
         store_boundary(hidden, batch, arenas, self.ops)
         return hidden
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M, hidden] -> [M, vocab] fp32."""
         return self.embedding.logits(hidden)
+
+    def draft(
+        self,
+        batch: ForwardBatch,
+        hidden: torch.Tensor,
+        arenas: Arenas,
+        selected: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """One step of a chain of drafts: hidden [B, hidden] -> n [B, hidden], and `selected`."""
+        if self.draft_layer is None:
+            raise Broken("a model without a draft layer was asked for drafts")
+        embedded = self.embedding(batch.token_ids)
+        rope = self._rope(batch)
+        return self.draft_layer(embedded, hidden, rope, batch, arenas), None
+
+    def draft_logits(self, n: torch.Tensor) -> torch.Tensor:
+        """n [M, hidden] -> [M, vocab] fp32, by the target's own head."""
+        return self.embedding.logits(n)
+
+    def _rope(self, batch: ForwardBatch) -> Rope:
+        return self.ops.rope_tables(batch.positions, self.config.rotary_dim, self.config.rope_theta)
 
 
 def _layer_norms(

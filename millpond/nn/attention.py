@@ -1,7 +1,8 @@
 """The two attention mixers over paged memory: gated grouped-query (Qwen) and sparse latent (GLM).
 
 Each writes what its page keeps of a token, then attends; `remember` does the writing alone, which
-is all the draft layer needs during the target's own forward.
+is all the draft layer needs during the target's own forward. A draft layer attends in forms of its
+own: never to entry 0, and in a chain of drafts to what the first of them selected.
 """
 
 from __future__ import annotations
@@ -16,18 +17,27 @@ from millpond.ops.batch import ForwardBatch
 from millpond.ops.bind import Bound
 from millpond.plan.step import PAGE_SIZE
 
+FIRST_ENTRY = 1
+"""The first entry that a draft layer attends to: entry 0 has no hidden vector to be made from, and
+training knew none like it."""
+
 INDEX_NORM_EPS = 1e-6
 """Of the indexer's key norm; the families' configurations do not name it."""
 
 
 def latent_tensors(
-    layer: int, *, rank: int, index_dim: int, pool: int, dtype: torch.dtype
+    layer: int, *, rank: int, index_dim: int, pool: int, num_drafts: int, dtype: torch.dtype
 ) -> tuple[tuple[TensorSpec, TensorSpec], TensorSpec]:
-    """What a latent layer keeps in a page, and in a seat."""
+    """What a latent layer keeps in a page, and in a seat.
+
+    The seat's tail is a ring of whole pools: a draft that is rejected must not have taken the place
+    of a token of the unfinished pool before it.
+    """
+    tail = -(-(pool + num_drafts) // pool) * pool
     return (
         TensorSpec(layer, "latent", (PAGE_SIZE, rank), dtype),
         TensorSpec(layer, "pooled", (PAGE_SIZE // pool, index_dim), dtype),
-    ), TensorSpec(layer, "tail", (pool, 2, index_dim), dtype)
+    ), TensorSpec(layer, "tail", (tail, 2, index_dim), dtype)
 
 
 def key_value_tensors(
@@ -115,7 +125,36 @@ class LatentAttention:
         latent, index_key, index_gate, q, head_weights = self.inputs.split(x)
         self._write(latent, index_key, index_gate, batch, arenas)
         q, index_query = self.queries.split(self.q_norm(q))
-        selected = self.ops.select(
+        selected = self._select(index_query, head_weights, batch, arenas, first=0)
+        return self._attend(q, selected, batch, arenas)
+
+    def draft(
+        self, x: torch.Tensor, batch: ForwardBatch, arenas: Arenas, selected: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """x [B, hidden] -> [B, hidden], and the positions attended to, [B, P * 64] bool.
+
+        Without `selected` as a decoder layer, but for the entries before `FIRST_ENTRY`. A later
+        step of a chain is given what the first one selected: it writes its latent alone.
+        """
+        latent, index_key, index_gate, q, head_weights = self.inputs.split(x)
+        q, index_query = self.queries.split(self.q_norm(q))
+        if selected is None:
+            self._write(latent, index_key, index_gate, batch, arenas)
+            selected = self._select(index_query, head_weights, batch, arenas, first=FIRST_ENTRY)
+        else:
+            self._write_latent(latent, batch, arenas)
+        return self._attend(q, selected, batch, arenas), selected
+
+    def _select(
+        self,
+        index_query: torch.Tensor,
+        head_weights: torch.Tensor,
+        batch: ForwardBatch,
+        arenas: Arenas,
+        *,
+        first: int,
+    ) -> torch.Tensor | None:
+        return self.ops.select(
             index_query.view(-1, self.index_heads, self.index_dim),
             head_weights.float() * self.index_heads**-0.5,
             pooled_pages=arenas.pages.view(self.layer, "pooled"),
@@ -123,7 +162,16 @@ class LatentAttention:
             pool=self.pool,
             top_k=self.top_k,
             scale=self.index_dim**-0.5,
+            first=first,
         )
+
+    def _attend(
+        self,
+        q: torch.Tensor,
+        selected: torch.Tensor | None,
+        batch: ForwardBatch,
+        arenas: Arenas,
+    ) -> torch.Tensor:
         out = self.ops.paged_mla(
             per_head(q.view(-1, self.heads, self.key_dim), self.to_latent, self.ops),
             arenas.pages.view(self.layer, "latent"),
@@ -141,20 +189,22 @@ class LatentAttention:
         batch: ForwardBatch,
         arenas: Arenas,
     ) -> None:
-        pages = arenas.pages
-        self.ops.write_kv(
-            pages.view(self.layer, "latent"),
-            self.kv_norm(latent),
-            batch.token_page,
-            batch.token_offset,
-        )
+        self._write_latent(latent, batch, arenas)
         self.ops.pool_keys(
             self.ops.layer_norm(index_key, *self.index_norm, INDEX_NORM_EPS),
             index_gate,
             self.position_bias,
-            pooled_pages=pages.view(self.layer, "pooled"),
+            pooled_pages=arenas.pages.view(self.layer, "pooled"),
             tails=arenas.seats.view(self.layer, "tail"),
             batch=batch,
+        )
+
+    def _write_latent(self, latent: torch.Tensor, batch: ForwardBatch, arenas: Arenas) -> None:
+        self.ops.write_kv(
+            arenas.pages.view(self.layer, "latent"),
+            self.kv_norm(latent),
+            batch.token_page,
+            batch.token_offset,
         )
 
 
@@ -211,8 +261,13 @@ class GatedAttention:
         rope: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
         arenas: Arenas,
+        *,
+        first: int = 0,
     ) -> torch.Tensor:
-        """x [T, hidden]; rope: cos and sin [T, rotary / 2] -> [T, hidden]."""
+        """x [T, hidden]; rope: cos and sin [T, rotary / 2] -> [T, hidden].
+
+        Positions before `first` are not attended to.
+        """
         key, value, both = self.inputs.split(x)
         self._write(key, value, rope, batch, arenas)
         query, gate = both.view(-1, self.heads, 2, self.dim).unbind(2)
@@ -223,6 +278,7 @@ class GatedAttention:
             arenas.pages.view(self.layer, "value"),
             batch=batch,
             scale=self.dim**-0.5,
+            first=first,
         )
         return self.output(self.ops.sigmoid_gate(out, gate.contiguous()).flatten(1))
 

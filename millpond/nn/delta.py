@@ -1,12 +1,14 @@
 """The two gated delta rule mixers, from slot to slot: KDA (GLM) and GDN (Qwen).
 
 Knows the projections around convolution and delta rule; what a slot holds, and who may write it, is
-not known here. Prompt rows go through the chunk form, the others through the per-token form.
+not known here. Prompt rows go through the chunk form, decode rows through the per-token form, rows
+with drafts through the one that folds what was accepted.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -18,21 +20,59 @@ from millpond.ops.bind import Bound, Op
 from millpond.ops.reference.delta import Gate
 
 
+@dataclass(frozen=True, slots=True)
+class DeltaHeads:
+    """Heads of a layer and their sizes; the value heads of one key head are consecutive."""
+
+    key_heads: int
+    key_dim: int
+    value_heads: int
+    value_dim: int
+
+    @property
+    def sizes(self) -> tuple[int, int, int]:
+        """Channels of all queries, keys and values."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
+
+    @property
+    def channels(self) -> int:
+        """What the convolution sees of a token: queries, keys, then values."""
+        return sum(self.sizes)
+
+
 def slot_tensors(
-    layer: int,
-    *,
-    key_heads: int,
-    key_dim: int,
-    value_heads: int,
-    value_dim: int,
-    conv_width: int,
-    dtype: torch.dtype,
+    layer: int, heads: DeltaHeads, *, conv_width: int, dtype: torch.dtype
 ) -> tuple[TensorSpec, TensorSpec]:
     """What one such layer keeps in a slot."""
-    channels = 2 * key_heads * key_dim + value_heads * value_dim
+    state = (heads.value_heads, heads.value_dim, heads.key_dim)
     return (
-        TensorSpec(layer, "recurrent", (value_heads, value_dim, key_dim), torch.float32),
-        TensorSpec(layer, "conv", (channels, conv_width - 1), dtype),
+        TensorSpec(layer, "recurrent", state, torch.float32),
+        TensorSpec(layer, "conv", (heads.channels, conv_width - 1), dtype),
+    )
+
+
+def ring_tensors(
+    layer: int,
+    heads: DeltaHeads,
+    *,
+    decay: tuple[int, ...],
+    num_drafts: int,
+    dtype: torch.dtype,
+) -> tuple[TensorSpec, ...]:
+    """What one such layer keeps in a seat of the drafts it verifies: their raw inputs, two banks.
+
+    `decay` is the shape of a token's decay input: (heads,), or (heads, key_dim) if by key channel.
+    """
+    if not num_drafts:
+        return ()
+    of_token = {
+        "ring_conv": (heads.channels,),
+        "ring_decay": decay,
+        "ring_beta": (heads.value_heads,),
+    }
+    return tuple(
+        TensorSpec(layer, name, (2, num_drafts, *shape), dtype) for name, shape in of_token.items()
     )
 
 
@@ -44,19 +84,13 @@ class _DeltaCore:
         layer: int,
         conv: torch.Tensor,
         gate: Gate,
-        *,
-        key_heads: int,
-        key_dim: int,
-        value_heads: int,
-        value_dim: int,
+        heads: DeltaHeads,
         ops: Bound,
     ) -> None:
         self.layer = layer
         self.conv = conv
         self.gate = gate
-        self.key_shape = (key_heads, key_dim)
-        self.value_shape = (value_heads, value_dim)
-        self.sizes = (key_heads * key_dim, key_heads * key_dim, value_heads * value_dim)
+        self.heads = heads
         self.ops = ops
 
     def __call__(
@@ -70,28 +104,52 @@ class _DeltaCore:
         """qkv [T, channels]; decay, raw, [T, H] or [T, H, K]; beta, raw, [T, H] -> [T, H, V]."""
         window = arenas.slots.view(self.layer, "conv")
         bank = arenas.slots.view(self.layer, "recurrent")
-        out = qkv.new_empty((qkv.shape[0], *self.value_shape))
+        out = qkv.new_empty((qkv.shape[0], self.heads.value_heads, self.heads.value_dim))
         for at, rows, conv, delta in self._forms(batch):
             mixed = conv(qkv[at], self.conv, bank=window, rows=rows)
-            q, k, v = (part.contiguous() for part in mixed.split(self.sizes, -1))
             out[at] = delta(
-                q.view(-1, *self.key_shape),
-                k.view(-1, *self.key_shape),
-                v.view(-1, *self.value_shape),
+                *self._by_head(mixed), decay[at], beta[at], gate=self.gate, bank=bank, rows=rows
+            )
+        if batch.verify is not None and batch.verify.num_rows:
+            at, seats = slice(batch.first_verify_token, None), arenas.seats
+            pending, mixed = self.ops.conv_verify(
+                qkv[at],
+                self.conv,
+                bank=window,
+                ring=seats.view(self.layer, "ring_conv"),
+                rows=batch.verify,
+            )
+            out[at] = self.ops.delta_verify(
+                *self._by_head(mixed),
                 decay[at],
                 beta[at],
+                pending=self._by_head(pending),
                 gate=self.gate,
                 bank=bank,
-                rows=rows,
+                ring_decay=seats.view(self.layer, "ring_decay"),
+                ring_beta=seats.view(self.layer, "ring_beta"),
+                rows=batch.verify,
             )
         return out
 
     def _forms(self, batch: ForwardBatch) -> Iterator[tuple[slice, RowSlots, Op, Op]]:
-        ops, middle = self.ops, batch.num_prefill_tokens
+        """The forms without rings: their tokens, rows, convolution and delta rule."""
+        ops, middle, end = self.ops, batch.num_prefill_tokens, batch.first_verify_token
         if batch.prefill.num_rows:
             yield slice(0, middle), batch.prefill, ops.conv_prefill, ops.delta_prefill
         if batch.decode.num_rows:
-            yield slice(middle, None), batch.decode, ops.conv_decode, ops.delta_decode
+            yield slice(middle, end), batch.decode, ops.conv_decode, ops.delta_decode
+
+    def _by_head(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What the convolution gives, [..., channels], as q, k [..., Hk, K] and v [..., H, V]."""
+        h = self.heads
+        q, k, v = (part.contiguous() for part in mixed.split(h.sizes, -1))
+        keys = (h.key_heads, h.key_dim)
+        return (
+            q.unflatten(-1, keys),
+            k.unflatten(-1, keys),
+            v.unflatten(-1, (h.value_heads, h.value_dim)),
+        )
 
 
 class KimiDelta:
@@ -99,7 +157,7 @@ class KimiDelta:
 
     Tensors under `weights`, with D = heads * dim: {q,k,v}_proj, f_a_proj -> f_b_proj (decay),
     g_a_proj -> g_b_proj (output gate), b_proj (beta), {q,k,v}_conv1d, A_log, dt_bias, o_norm,
-    o_proj.
+    o_proj. Keys and values have as many heads, of one size.
     """
 
     def __init__(
@@ -108,15 +166,14 @@ class KimiDelta:
         layer: int,
         *,
         hidden: int,
-        heads: int,
-        dim: int,
+        heads: DeltaHeads,
         conv_width: int,
         lower_bound: float | None,
         eps: float,
         ops: Bound,
     ) -> None:
-        width = heads * dim
-        self.shape = (heads, dim)
+        dim, width = heads.key_dim, heads.sizes[0]
+        self.shape = (heads.key_heads, dim)
         self.inputs = Linear(
             weights,
             (
@@ -125,7 +182,7 @@ class KimiDelta:
                 ("v_proj.weight", width),
                 ("f_a_proj.weight", dim),
                 ("g_a_proj.weight", dim),
-                ("b_proj.weight", heads),
+                ("b_proj.weight", heads.key_heads),
             ),
             hidden,
             ops,
@@ -139,20 +196,11 @@ class KimiDelta:
             [(f"{x}_conv1d.weight", width) for x in "qkv"], (1, conv_width), dtype=torch.float32
         )
         gate = Gate(
-            weights.take("A_log", (heads,), dtype=torch.float32),
+            weights.take("A_log", (heads.key_heads,), dtype=torch.float32),
             weights.take("dt_bias", (width,), dtype=torch.float32),
             lower_bound,
         )
-        self.core = _DeltaCore(
-            layer,
-            conv.squeeze(1),
-            gate,
-            key_heads=heads,
-            key_dim=dim,
-            value_heads=heads,
-            value_dim=dim,
-            ops=ops,
-        )
+        self.core = _DeltaCore(layer, conv.squeeze(1), gate, heads, ops)
         self.width = width
         self.ops = ops
 
@@ -184,24 +232,20 @@ class GatedDelta:
         layer: int,
         *,
         hidden: int,
-        key_heads: int,
-        key_dim: int,
-        value_heads: int,
-        value_dim: int,
+        heads: DeltaHeads,
         conv_width: int,
         eps: float,
         ops: Bound,
     ) -> None:
-        values = value_heads * value_dim
-        self.channels = 2 * key_heads * key_dim + values
-        self.shape = (value_heads, value_dim)
+        values = heads.sizes[-1]
+        self.shape = (heads.value_heads, heads.value_dim)
         self.inputs = Linear(
             weights,
             (
-                ("in_proj_qkv.weight", self.channels),
+                ("in_proj_qkv.weight", heads.channels),
                 ("in_proj_z.weight", values),
-                ("in_proj_b.weight", value_heads),
-                ("in_proj_a.weight", value_heads),
+                ("in_proj_b.weight", heads.value_heads),
+                ("in_proj_a.weight", heads.value_heads),
             ),
             hidden,
             ops,
@@ -209,24 +253,15 @@ class GatedDelta:
         self.output = Linear(weights, (("out_proj.weight", hidden),), values, ops)
         # Stored in fp32 by most releases: kept so, since it decides in which dtype the norm works.
         self.norm = weights.take(
-            "norm.weight", (value_dim,), dtype=weights.stored_dtype("norm.weight")
+            "norm.weight", (heads.value_dim,), dtype=weights.stored_dtype("norm.weight")
         )
         self.eps = eps
-        conv = weights.take("conv1d.weight", (self.channels, 1, conv_width), dtype=torch.float32)
+        conv = weights.take("conv1d.weight", (heads.channels, 1, conv_width), dtype=torch.float32)
         gate = Gate(
-            weights.take("A_log", (value_heads,), dtype=torch.float32),
-            weights.take("dt_bias", (value_heads,), dtype=torch.float32),
+            weights.take("A_log", (heads.value_heads,), dtype=torch.float32),
+            weights.take("dt_bias", (heads.value_heads,), dtype=torch.float32),
         )
-        self.core = _DeltaCore(
-            layer,
-            conv.squeeze(1),
-            gate,
-            key_heads=key_heads,
-            key_dim=key_dim,
-            value_heads=value_heads,
-            value_dim=value_dim,
-            ops=ops,
-        )
+        self.core = _DeltaCore(layer, conv.squeeze(1), gate, heads, ops)
         self.ops = ops
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, arenas: Arenas) -> torch.Tensor:

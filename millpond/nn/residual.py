@@ -9,12 +9,25 @@ from __future__ import annotations
 import torch
 
 from millpond.memory.arena import Arenas
+from millpond.memory.layout import TensorSpec
 from millpond.nn.linear import TensorSource
 from millpond.ops.batch import ForwardBatch
 from millpond.ops.bind import Bound
 
 BOUNDARY_LAYER = -1
 BOUNDARY_NAME = "boundary_hidden"
+RING_NAME = "ring_hidden"
+
+
+def boundary_tensors(
+    hidden: int, *, num_drafts: int, dtype: torch.dtype
+) -> tuple[TensorSpec, tuple[TensorSpec, ...]]:
+    """What the end of the stream keeps in a slot, and in a seat of the drafts it verifies."""
+    ring = TensorSpec(BOUNDARY_LAYER, RING_NAME, (2, num_drafts, hidden), dtype)
+    return (
+        TensorSpec(BOUNDARY_LAYER, BOUNDARY_NAME, (hidden,), dtype),
+        (ring,) if num_drafts else (),
+    )
 
 
 class RMSNorm:
@@ -83,13 +96,28 @@ class HyperConnection:
         return self.ops.hyper_post(y, streams, post, mix)
 
 
-def hidden_before(hidden: torch.Tensor, batch: ForwardBatch, arenas: Arenas) -> torch.Tensor:
+def hidden_before(
+    hidden: torch.Tensor, batch: ForwardBatch, arenas: Arenas, ops: Bound
+) -> torch.Tensor:
     """The final hidden vector of the token before each token: hidden [T, H] -> [T, H].
 
-    A row's first token has it from the slot the row resumes from; at position 0 it is zero. Call
-    before `store_boundary`: a row that runs in place reads and writes one slot.
+    A row's first token has it from the slot the row resumes from, or from the last draft that the
+    row replays; at position 0 it is zero. Call before `store_boundary`: a row that runs in place
+    reads and writes one slot.
     """
     bank = arenas.slots.view(BOUNDARY_LAYER, BOUNDARY_NAME)
+    middle = batch.first_verify_token
+    previous = _before_known(hidden[:middle], bank, batch)
+    rows = batch.verify
+    if rows is None or not rows.num_rows:
+        return previous
+    ring = arenas.seats.view(BOUNDARY_LAYER, RING_NAME)
+    of_drafts = ops.hidden_before_verify(hidden[middle:], bank=bank, ring=ring, rows=rows)
+    return torch.cat((previous, of_drafts))
+
+
+def _before_known(hidden: torch.Tensor, bank: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
+    """As `hidden_before`, of prefill and decode rows: hidden [T, H] of their tokens alone."""
     slots = torch.cat((batch.prefill.state_in, batch.decode.state_in))
     some = (slots >= 0)[:, None]
     resumed = torch.where(some, bank.index_select(0, slots.clamp(min=0)), 0.0)
@@ -99,7 +127,7 @@ def hidden_before(hidden: torch.Tensor, batch: ForwardBatch, arenas: Arenas) -> 
             batch.decode.cu_seqlens[:-1] + batch.num_prefill_tokens,
         )
     )
-    previous = torch.cat((hidden.new_zeros((1, hidden.shape[1])), hidden[:-1]))
+    previous = torch.cat((hidden.new_zeros((1, hidden.shape[1])), hidden))[:-1]
     previous[first] = resumed.to(hidden.dtype)
     return previous
 
@@ -107,7 +135,10 @@ def hidden_before(hidden: torch.Tensor, batch: ForwardBatch, arenas: Arenas) -> 
 def store_boundary(hidden: torch.Tensor, batch: ForwardBatch, arenas: Arenas, ops: Bound) -> None:
     """Every slot this forward writes gets the final hidden [T, H] of its last folded token."""
     bank = arenas.slots.view(BOUNDARY_LAYER, BOUNDARY_NAME)
-    middle = batch.num_prefill_tokens
-    for part, rows in ((hidden[:middle], batch.prefill), (hidden[middle:], batch.decode)):
+    middle, end = batch.num_prefill_tokens, batch.first_verify_token
+    for part, rows in ((hidden[:middle], batch.prefill), (hidden[middle:end], batch.decode)):
         if rows.num_rows:
             ops.boundary_store(part, bank=bank, rows=rows)
+    if batch.verify is not None and batch.verify.num_rows:
+        ring = arenas.seats.view(BOUNDARY_LAYER, RING_NAME)
+        ops.boundary_verify(hidden[end:], bank=bank, ring=ring, rows=batch.verify)

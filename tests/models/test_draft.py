@@ -61,12 +61,12 @@ def test_boundary_hidden_is_the_final_hidden_before_the_end(tiny: Tiny, prompt: 
 
 
 def test_a_model_without_a_draft_layer_runs_alike(tiny: Tiny, prompt: list[int]) -> None:
-    draft, tiny.model.draft = tiny.model.draft, None  # type: ignore[attr-defined]
+    draft, tiny.model.draft_layer = tiny.model.draft_layer, None  # type: ignore[attr-defined]
     try:
         bench = tiny.bench()
         (without,) = bench.logits([bench.row(0, 0, prompt, None, 0)])
     finally:
-        tiny.model.draft = draft  # type: ignore[attr-defined]
+        tiny.model.draft_layer = draft  # type: ignore[attr-defined]
     bench = tiny.bench()
     assert torch.equal(without, bench.logits([bench.row(0, 0, prompt, None, 0)])[0])
 

@@ -59,8 +59,8 @@ def test_fused_and_single_experts_load_alike(
     model_dir = altered(tiny, tmp_path, the_other_way)
     model = loaded(model_dir, ops)
     assert torch.equal(logits(tiny, model), logits(tiny, tiny.model))
-    assert torch.equal(model.draft.mlp.gate_up, tiny.model.draft.mlp.gate_up)  # type: ignore[attr-defined]
-    assert torch.equal(model.draft.mlp.down, tiny.model.draft.mlp.down)  # type: ignore[attr-defined]
+    assert torch.equal(model.draft_layer.mlp.gate_up, tiny.model.draft_layer.mlp.gate_up)  # type: ignore[attr-defined]
+    assert torch.equal(model.draft_layer.mlp.down, tiny.model.draft_layer.mlp.down)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["glm", "qwen_dense"])
@@ -191,7 +191,7 @@ def test_a_draft_layer_the_weights_lack_is_left_out(
         model_dir = altered(tiny, tmp_path / kind, without)
         assert describe(model_dir).config.num_draft_layers == 0
         model = loaded(model_dir, ops)
-        assert model.draft is None  # type: ignore[attr-defined]
+        assert model.draft_layer is None  # type: ignore[attr-defined]
         assert torch.equal(logits(tiny, model), logits(tiny, tiny.model))
 
 
@@ -250,7 +250,7 @@ def test_dummy_weights_are_drawn_from_the_seed(kind: str, make_tiny: MakeTiny, o
 def test_dummy_weights_need_no_files(make_tiny: MakeTiny, tmp_path: Path, ops: Bound) -> None:
     shutil.copy(make_tiny("glm").description.model_dir / "config.json", tmp_path)
     model = load(describe(tmp_path), ops, dtype=torch.float32, device=CPU, load_format=DUMMY)
-    assert model.draft is not None  # type: ignore[attr-defined]
+    assert model.draft_layer is not None  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("kind", ["glm", "qwen_dense"])

@@ -47,12 +47,18 @@ def paged_gqa(
     *,
     batch: ForwardBatch,
     scale: float,
+    first: int = 0,
 ) -> torch.Tensor:
     """q [T, Hq, D], key_pages [Pg, Hkv, 64, D], value_pages [Pg, Hkv, 64, Dv] -> [T, Hq, Dv].
 
     Query head h reads key head h // (Hq / Hkv). The keys of this forward must be written already.
+    Positions before `first` are not attended to.
     """
-    return _attend(q, key_pages, value_pages, batch=batch, scale=scale, selected=None)
+    selected = None
+    if first:
+        position = torch.arange(batch.page_table.shape[1] * TILE, device=q.device)
+        selected = (position >= first).expand(q.shape[0], -1)
+    return _attend(q, key_pages, value_pages, batch=batch, scale=scale, selected=selected)
 
 
 def paged_mla(

@@ -78,6 +78,7 @@ def select(
     pool: int,
     top_k: int,
     scale: float,
+    first: int = 0,
 ) -> torch.Tensor | None:
     """Which positions each token attends to: [T, P * 64] bool, or None when that is all its past.
 
@@ -85,20 +86,24 @@ def select(
     sum over heads of weight * relu(q . key * scale), in fp32. Of the complete pools that end at or
     before a token, the `top_k // pool` best are kept (ties: the lower pool), and always the visible
     tail: the last (t + 1) mod pool tokens. `top_k` counts tokens. Call after `pool_keys`.
+
+    Positions before `first` are not attended to; a pool that holds one is not scored but kept, and
+    counts as one of the best. Where `first` is not 0 there always is a mask.
     """
     keep = top_k // pool
-    if all(end // pool <= keep for end in batch.ends):
+    if not first and all(end // pool <= keep for end in batch.ends):
         return None
     scores = _pool_scores(query, head_weights, pooled_pages, batch, pool, scale)
     visible = batch.positions[:, None] + 1
     pools = torch.arange(scores.shape[1], device=query.device)
     candidate = pools < visible // pool
     scores = scores.masked_fill(~candidate, float("-inf"))
+    scores = scores.masked_fill(candidate & (pools * pool < first), float("inf"))
     best = torch.sort(scores, dim=-1, descending=True, stable=True).indices[:, :keep]
     chosen = torch.zeros_like(candidate).scatter_(1, best, True) & candidate
     position = torch.arange(scores.shape[1] * pool, device=query.device)
     tail = (position >= visible - visible % pool) & (position < visible)
-    return chosen.repeat_interleave(pool, 1) | tail
+    return (chosen.repeat_interleave(pool, 1) | tail) & (position >= first)
 
 
 def _pool_scores(
