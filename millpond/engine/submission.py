@@ -13,7 +13,6 @@ from millpond.errors import Rejected
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import PAGE_SIZE, Capabilities
 
-
 MAX_COUNT = 2**63 - 1
 """What a device can count to; there is no need to ask for more."""
 

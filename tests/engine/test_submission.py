@@ -17,6 +17,8 @@ from tests.support.towers import Tower
         ("n", {"n": 5}),
         ("max_tokens", {"max_tokens": 0}),
         ("max_tokens", {"max_tokens": -1}),
+        ("max_tokens", {"max_tokens": 10**400}),
+        ("cache_salt", {"cache_salt": "\ud800"}),
         ("min_tokens", {"min_tokens": -1}),
         ("min_tokens", {"min_tokens": 6, "max_tokens": 5}),
         ("temperature", {"temperature": math.nan}),
