@@ -5,13 +5,12 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
-from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
 
-from millpond import GenerationConfig, Pipeline, PytorchEngineConfig, Refused, SpeculativeConfig
-from millpond.front import compose, doctor, terminal
+from millpond import GenerationConfig, Pipeline, PytorchEngineConfig, SpeculativeConfig
+from millpond.front import doctor, terminal
 from millpond.front.cli import main
 from millpond.front.compose import plan_model
 from millpond.front.plan import line, table
@@ -126,18 +125,3 @@ def test_the_doctor_judges_every_flag_it_is_given(monkeypatch):
         PytorchEngineConfig(max_batch_size=3),
         SpeculativeConfig(method="deepseek_mtp", num_speculative_tokens=3),
     ]
-
-
-def test_a_tokenizer_of_another_model_is_refused_and_the_device_given_back(monkeypatch):
-    closed: list[bool] = []
-
-    class Small:
-        capabilities = SimpleNamespace(vocab_size=3)
-
-        def close(self) -> None:
-            closed.append(True)
-
-    monkeypatch.setattr(compose, "build_executor", lambda *_: Small())
-    with pytest.raises(Refused, match="tokens, the model only 3"):
-        compose.open_service(None, PytorchEngineConfig())
-    assert closed == [True]

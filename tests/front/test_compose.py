@@ -1,0 +1,142 @@
+"""What is asked for arrives at the engine: numbers, template, name; a refusal keeps nothing."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from millpond import GenerationConfig, PytorchEngineConfig, Refused
+from millpond.engine.settings import EngineSettings
+from millpond.front import commands, compose
+from millpond.front.cli import main
+from millpond.front.sampling import Defaults, to_params
+from millpond.front.service import Service
+from tests.front.conftest import BUNDLED, make_service
+
+CONFIG = PytorchEngineConfig(
+    device="cpu", max_batch_size=3, session_len=1024, num_kv_pages=40, max_prefill_token_num=192,
+    prefix_cache_state_budget=5, prefill_save_alignment=128, checkpoint_mode="split",
+    checkpoint_interval=256, debug_audit=True, debug_poison=True,
+)  # fmt: skip
+"""Nothing in it is a default."""
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Service]]:
+    made: list[Service] = []
+
+    def open_it(*given: object, **more: object) -> Service:
+        made.append(compose.open_service(*given, **more))
+        return made[-1]
+
+    yield open_it
+    for service in made:
+        service.engine.close(drain=False, timeout=10)
+
+
+def test_every_setting_of_the_engine_is_the_one_that_was_asked_for(start):
+    assert start(BUNDLED, CONFIG).engine.settings == EngineSettings(
+        max_batch_size=3,
+        max_prefill_tokens=192,
+        session_len=1024,
+        prefix_caching=True,
+        checkpoint_mode="split",
+        prefill_save_alignment=128,
+        checkpoint_interval=256,
+        checkpoint_budget=5,
+        eos_token_ids=(2012, 2019, 2021),
+        debug_audit=True,
+        debug_poison=True,
+        model_identity=hashlib.sha256((BUNDLED / "config.json").read_bytes()).digest(),
+    )
+    off = start(BUNDLED, PytorchEngineConfig(device="cpu", enable_prefix_caching=False))
+    assert not off.engine.settings.prefix_caching
+
+
+def test_a_template_may_be_handed_in_as_text_or_as_a_file(start, tmp_path):
+    hello = [{"role": "user", "content": "hello"}]
+    text = "{{ messages[0].content }}!"
+    path = tmp_path / "template.jinja"
+    path.write_text(text)
+    for given in (text, path):
+        service = start(BUNDLED, CONFIG, chat_template=given, name="mine")
+        assert service.template.render(hello).text == "hello!"
+        assert service.name == "mine"
+    with pytest.raises(Refused, match=r"absent\.jinja"):
+        start(BUNDLED, CONFIG, chat_template=tmp_path / "absent.jinja")
+
+
+def test_a_tokenizer_of_another_model_is_refused_and_the_device_given_back(monkeypatch):
+    closed: list[bool] = []
+    small = SimpleNamespace(
+        capabilities=SimpleNamespace(vocab_size=3), close=lambda: closed.append(True)
+    )
+    monkeypatch.setattr(compose, "build_executor", lambda *_: small)
+    with pytest.raises(Refused, match="tokens, the model only 3"):
+        compose.open_service(BUNDLED, CONFIG)
+    assert closed == [True]
+
+
+def test_the_models_own_sampling_defaults_are_read_and_its_ends_of_text_found(tmp_path: Path):
+    own = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
+    (tmp_path / "generation_config.json").write_text(json.dumps(own))
+    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 7}}))
+    assert Defaults.of_model(tmp_path) == Defaults(**own, eos_token_ids=(7,))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
+    assert Defaults.of_model(tmp_path).eos_token_ids == (3, 4)
+    (tmp_path / "generation_config.json").unlink()
+    assert Defaults.of_model(tmp_path) == Defaults(eos_token_ids=(3, 4))
+
+
+def test_what_a_request_leaves_open_the_model_decides():
+    own = {"top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
+    said = {"top_p": 0.8, "top_k": 5, "min_p": 0.2, "repetition_penalty": 1.2}
+    limits = {"prompt_tokens": 3, "session_len": 64, "vocab_size": 100, "max_samples": 4}
+    for wish, expected in (({}, own), (said, said)):
+        config = GenerationConfig(do_sample=True, **wish)
+        params = to_params(config, Defaults(temperature=0.6, **own), **limits)
+        assert {name: getattr(params, name) for name in own} == expected
+        assert params.temperature == 0.6
+
+
+def test_chat_passes_every_flag_on(tokenizer, monkeypatch):
+    seen: list[object] = []
+    service = make_service(tokenizer, "4")
+    monkeypatch.setattr(commands, "open_service", lambda *given: seen.extend(given) or service)
+
+    def ask(pipe: object, question: str, wish: GenerationConfig, **how: object) -> int:
+        seen.extend((question, wish, how))
+        return 0
+
+    monkeypatch.setattr(commands.terminal, "ask", ask)
+    words = "chat Hi --model m --max-batch-size 3 --seed 7 --temperature 0.5 --max-new-tokens 9"
+    draft = "--system brief --show-reasoning --speculative-num-draft-tokens 2"
+    assert main([*words.split(), *draft.split()]) == 0
+    assert seen[:2] == ["m", PytorchEngineConfig(max_batch_size=3)]
+    assert seen[2].num_speculative_tokens == 2
+    assert seen[3:] == [
+        "Hi",
+        GenerationConfig(max_new_tokens=9, do_sample=True, temperature=0.5, random_seed=7),
+        {"system": "brief", "reasoning": True},
+    ]
+
+
+def test_serve_passes_every_flag_on(tokenizer, monkeypatch):
+    seen: list[object] = []
+    service = make_service(tokenizer, "4")
+
+    def opened(*given: object, name: str, on_plan: object) -> Service:
+        seen.extend((*given, name))
+        return service
+
+    monkeypatch.setattr(commands, "open_service", opened)
+    monkeypatch.setattr(commands.server, "serve", lambda *_, **how: seen.append(how) or 0)
+    words = "serve m --server-port 0 --model-name n --drain-seconds 2.5 --log-level ERROR"
+    assert main([*words.split(), "--max-batch-size", "3"]) == 0
+    how = {"drain_seconds": 2.5, "log_level": "ERROR"}
+    assert seen == ["m", PytorchEngineConfig(max_batch_size=3), None, "n", how]
