@@ -267,7 +267,7 @@ class Verifier:
             places, drafted.tokens[:, 1:], torch.minimum(rows.num_drafts, sound)
         )
         place = torch.arange(width, device=token.device)
-        run = (place <= accepted[:, None]) & (rows.seats >= 0)[:, None]
+        run = place <= accepted[:, None]
         return replace(
             drawn,
             verify=drafted.seats,

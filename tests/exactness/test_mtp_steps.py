@@ -193,6 +193,36 @@ def test_a_runner_without_drafts_knows_no_verify_rows() -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("accept", [0, 2, 3])
+def test_drafts_are_made_from_the_hidden_vector_of_the_last_accepted_token(
+    family: str, accept: int
+) -> None:
+    made, run = live_run(family, 3, accept=accept)
+    plain, twin = live_run(family, 0)
+    runner = made.executor.worker.runner
+    script, seen = runner.proposer, []
+    assert script is not None
+
+    class Watching:
+        def propose(self, live: Live) -> torch.Tensor:
+            seen.append(live)
+            return script.propose(live)
+
+    runner.proposer = Watching()
+    made.speculate([run], 12)
+    slot = plain.executor.arenas.slots
+    hidden = {}
+    while len(twin.tokens) <= len(run.tokens):
+        plain.step([(twin, len(twin.tokens), ())])
+        hidden[twin.folded] = slot.view(-1, "boundary_hidden")[twin.slot].clone()
+    for live in seen:
+        position = int(live.position)
+        assert int(live.token) == twin.tokens[position]
+        assert torch.equal(live.hidden[0], hidden[position])
+        assert live.ends[0] > position
+
+
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("params", [GREEDY, SEEDED], ids=["greedy", "sampled"])
 def test_drafts_after_a_hit_are_those_of_a_cold_run(family: str, params: SamplingParams) -> None:
     """Draft keys and boundary data are of the checkpoint: no page is lost, nothing is replayed."""

@@ -152,7 +152,13 @@ def live(seat: int, *, num_drafts: int, **given: int) -> VerifyRow:
 def speculating() -> Staging:
     """As `staging`, with two drafts; seats 2 and 3 are live."""
     made = Staging(num_seats=4, max_pages=4, device=torch.device("cpu"), num_drafts=2)
-    made.update((PageUpdate(Seat(2), 0, pages(7, 3)), PageUpdate(Seat(3), 0, pages(9, 1, 4))))
+    made.update(
+        (
+            PageUpdate(Seat(0), 0, pages(8)),
+            PageUpdate(Seat(2), 0, pages(7, 3)),
+            PageUpdate(Seat(3), 0, pages(9, 1, 4)),
+        )
+    )
     made.counters.put(
         torch.tensor([2, 3]),
         Counters(

@@ -332,6 +332,9 @@ def test_a_run_ends_with_the_first_token_whose_logits_are_not_finite() -> None:
         logits = torch.cat((*sound[:at], nan, *sound[at + 1 :]))
         got = outcome(seated(load(1)), logits, drafted((1, (9, 11, 12)), width=3))
         assert [e.finite for e in got.emitted] == [True] * at + [False]
+    # Nor is a draft accepted that happens to be what was drawn from no numbers.
+    got = outcome(seated(load(1)), nan.expand(3, -1), drafted((1, (9, 0, 0)), width=3))
+    assert [e.finite for e in got.emitted] == [False]
     # One that no accepted draft leads to is nobody's business.
     logits = torch.cat((sound[0], nan, nan))
     got = outcome(seated(load(1)), logits, drafted((1, (9, 30, 12)), width=3))
