@@ -7,7 +7,6 @@ the vision tower of a checkpoint is skipped.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
@@ -18,6 +17,7 @@ from millpond.models.fields import Fields
 from millpond.models.weights import Weights, half_kept_decay
 from millpond.nn.attention import LatentAttention, latent_tensors
 from millpond.nn.delta import DeltaHeads, KimiDelta, ring_tensors, slot_tensors
+from millpond.nn.draft import PairLayer
 from millpond.nn.linear import Embedding, Linear
 from millpond.nn.moe import Mlp, SigmoidMoe
 from millpond.nn.residual import (
@@ -279,54 +279,25 @@ class Layer:
         return self.hyper[1].spread(self.mlp(self.norms[1](x)), streams, post, mix)
 
 
-class DraftLayer:
-    """The multi-token-prediction layer, stored after the last decoder layer; plain residuals.
-
-    Its entry at position i is made from the final hidden of i - 1 and the embedding of token i.
-    """
-
-    has_recurrent_state: ClassVar[bool] = False
+class DraftLayer(PairLayer):
+    """The multi-token-prediction layer, stored after the last decoder layer."""
 
     def __init__(self, config: Config, weights: Weights, ops: Bound) -> None:
         c, index = config, config.num_layers
         key, hidden = weights.under(f"layers.{index}."), config.hidden_size
-        self.embedding_norm = RMSNorm(key, "enorm.weight", hidden, c.rms_norm_eps, ops)
-        self.hidden_norm = RMSNorm(key, "hnorm.weight", hidden, c.rms_norm_eps, ops)
-        self.fuse = Linear(key, (("eh_proj.weight", hidden),), 2 * hidden, ops)
-        self.norms = _layer_norms(c, key, ops)
-        self.mixer = _attention(c, index, key.under("self_attn."), ops)
-        self.mlp = _feed_forward(c, MIXTURE, key.under("mlp."), ops)
-        self.norm = RMSNorm(key, "shared_head.norm.weight", hidden, c.rms_norm_eps, ops)
 
-    def remember(
-        self,
-        embedding: torch.Tensor,
-        previous: torch.Tensor,
-        batch: ForwardBatch,
-        arenas: Arenas,
-    ) -> None:
-        """Write the entry of every token: its embedding and the hidden before it, [T, hidden]."""
-        z = self._fused(embedding, previous)
-        self.mixer.remember(self.norms[0](z), batch, arenas)
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(key, f"{name}.weight", hidden, c.rms_norm_eps, ops)
 
-    def __call__(
-        self,
-        embedding: torch.Tensor,
-        previous: torch.Tensor,
-        batch: ForwardBatch,
-        arenas: Arenas,
-        selected: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The whole layer on those entries: n [T, hidden], and what the mixer attended to."""
-        z = self._fused(embedding, previous)
-        y, selected = self.mixer.draft(self.norms[0](z), batch, arenas, selected)
-        z = z + y
-        z = z + self.mlp(self.norms[1](z))
-        return self.norm(z), selected
-
-    def _fused(self, embedding: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        pair = (self.embedding_norm(embedding), self.hidden_norm(previous))
-        return self.fuse(torch.cat(pair, -1))
+        super().__init__(
+            embedding_norm=norm("enorm"),
+            hidden_norm=norm("hnorm"),
+            fuse=Linear(key, (("eh_proj.weight", hidden),), 2 * hidden, ops),
+            norms=_layer_norms(c, key, ops),
+            mixer=_attention(c, index, key.under("self_attn."), ops),
+            mlp=_feed_forward(c, MIXTURE, key.under("mlp."), ops),
+            norm=norm("shared_head.norm"),
+        )
 
 
 class Glm5Next:
@@ -371,8 +342,7 @@ class Glm5Next:
         """One step of a chain of drafts: hidden [B, hidden] -> n [B, hidden], and `selected`."""
         if self.draft_layer is None:
             raise Broken("a model without a draft layer was asked for drafts")
-        embedded = self.embedding(batch.token_ids)
-        return self.draft_layer(embedded, hidden, batch, arenas, selected)
+        return self.draft_layer(self.embedding(batch.token_ids), hidden, selected, batch, arenas)
 
     def draft_logits(self, n: torch.Tensor) -> torch.Tensor:
         """n [M, hidden] -> [M, vocab] fp32, by the target's own head."""

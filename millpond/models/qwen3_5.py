@@ -7,7 +7,6 @@ the vision tower of a checkpoint is skipped, and a position is a token's index.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
 
 import torch
 
@@ -16,8 +15,9 @@ from millpond.memory.arena import Arenas
 from millpond.memory.layout import EntrySpec, ModelLayout, TensorSpec
 from millpond.models.fields import Fields
 from millpond.models.weights import Weights, half_kept_decay
-from millpond.nn.attention import FIRST_ENTRY, GatedAttention, key_value_tensors
+from millpond.nn.attention import GatedAttention, key_value_tensors
 from millpond.nn.delta import DeltaHeads, GatedDelta, ring_tensors, slot_tensors
+from millpond.nn.draft import PairLayer
 from millpond.nn.linear import Embedding, Linear
 from millpond.nn.moe import Mlp, SoftmaxMoe
 from millpond.nn.residual import (
@@ -245,15 +245,12 @@ class Layer:
         return x + self.mlp(self.norms[1](x))
 
 
-class DraftLayer:
-    """The multi-token-prediction layer (`mtp.`): a full-attention layer over pairs.
+class DraftLayer(PairLayer):
+    """The multi-token-prediction layer (`mtp.`), a full-attention layer.
 
-    Its entry at position i is made from the final hidden of i - 1 and the embedding of token i, and
-    its key is rotated by i, the token's own position. In training that pair stood at i - 1: as
+    A key is rotated by i, its token's own position. In training that pair stood at i - 1: as
     rotation is relative, one and the same shift of keys and queries changes nothing.
     """
-
-    has_recurrent_state: ClassVar[bool] = False
 
     def __init__(self, config: Config, weights: Weights, ops: Bound) -> None:
         c, hidden = config, config.hidden_size
@@ -262,43 +259,15 @@ class DraftLayer:
         def norm(name: str) -> ZeroCentredRMSNorm:
             return ZeroCentredRMSNorm(key, f"{name}.weight", hidden, c.rms_norm_eps, ops)
 
-        self.embedding_norm = norm("pre_fc_norm_embedding")
-        self.hidden_norm = norm("pre_fc_norm_hidden")
-        self.fuse = Linear(key, (("fc.weight", hidden),), 2 * hidden, ops)
-        self.norms = _layer_norms(c, layer, ops)
-        self.mixer = _attention(c, c.num_layers, layer.under("self_attn."), ops)
-        self.mlp = _feed_forward(c, layer.under("mlp."), ops)
-        self.norm = norm("norm")
-
-    def remember(
-        self,
-        embedding: torch.Tensor,
-        previous: torch.Tensor,
-        rope: Rope,
-        batch: ForwardBatch,
-        arenas: Arenas,
-    ) -> None:
-        """Write the entry of every token: its embedding and the hidden before it, [T, hidden]."""
-        z = self._fused(embedding, previous)
-        self.mixer.remember(self.norms[0](z), rope, batch, arenas)
-
-    def __call__(
-        self,
-        embedding: torch.Tensor,
-        previous: torch.Tensor,
-        rope: Rope,
-        batch: ForwardBatch,
-        arenas: Arenas,
-    ) -> torch.Tensor:
-        """The whole layer on those entries: n [T, hidden]."""
-        z = self._fused(embedding, previous)
-        z = z + self.mixer(self.norms[0](z), rope, batch, arenas, first=FIRST_ENTRY)
-        z = z + self.mlp(self.norms[1](z))
-        return self.norm(z)
-
-    def _fused(self, embedding: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        pair = (self.embedding_norm(embedding), self.hidden_norm(previous))
-        return self.fuse(torch.cat(pair, -1))
+        super().__init__(
+            embedding_norm=norm("pre_fc_norm_embedding"),
+            hidden_norm=norm("pre_fc_norm_hidden"),
+            fuse=Linear(key, (("fc.weight", hidden),), 2 * hidden, ops),
+            norms=_layer_norms(c, layer, ops),
+            mixer=_attention(c, c.num_layers, layer.under("self_attn."), ops),
+            mlp=_feed_forward(c, layer.under("mlp."), ops),
+            norm=norm("norm"),
+        )
 
 
 class Qwen3_5:
@@ -345,9 +314,8 @@ class Qwen3_5:
         """One step of a chain of drafts: hidden [B, hidden] -> n [B, hidden], and `selected`."""
         if self.draft_layer is None:
             raise Broken("a model without a draft layer was asked for drafts")
-        embedded = self.embedding(batch.token_ids)
-        rope = self._rope(batch)
-        return self.draft_layer(embedded, hidden, rope, batch, arenas), None
+        embedded, rope = self.embedding(batch.token_ids), self._rope(batch)
+        return self.draft_layer(embedded, hidden, selected, rope, batch, arenas)
 
     def draft_logits(self, n: torch.Tensor) -> torch.Tensor:
         """n [M, hidden] -> [M, vocab] fp32, by the target's own head."""

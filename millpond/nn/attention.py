@@ -129,7 +129,7 @@ class LatentAttention:
         return self._attend(q, selected, batch, arenas)
 
     def draft(
-        self, x: torch.Tensor, batch: ForwardBatch, arenas: Arenas, selected: torch.Tensor | None
+        self, x: torch.Tensor, selected: torch.Tensor | None, batch: ForwardBatch, arenas: Arenas
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """x [B, hidden] -> [B, hidden], and the positions attended to, [B, P * 64] bool.
 
@@ -261,13 +261,30 @@ class GatedAttention:
         rope: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
         arenas: Arenas,
-        *,
-        first: int = 0,
     ) -> torch.Tensor:
-        """x [T, hidden]; rope: cos and sin [T, rotary / 2] -> [T, hidden].
+        """x [T, hidden]; rope: cos and sin [T, rotary / 2] -> [T, hidden]."""
+        return self._attend(x, rope, batch, arenas, first=0)
 
-        Positions before `first` are not attended to.
-        """
+    def draft(
+        self,
+        x: torch.Tensor,
+        selected: None,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        arenas: Arenas,
+    ) -> tuple[torch.Tensor, None]:
+        """x [B, hidden] -> [B, hidden], attending from `FIRST_ENTRY` on; nothing is selected."""
+        return self._attend(x, rope, batch, arenas, first=FIRST_ENTRY), None
+
+    def _attend(
+        self,
+        x: torch.Tensor,
+        rope: tuple[torch.Tensor, torch.Tensor],
+        batch: ForwardBatch,
+        arenas: Arenas,
+        *,
+        first: int,
+    ) -> torch.Tensor:
         key, value, both = self.inputs.split(x)
         self._write(key, value, rope, batch, arenas)
         query, gate = both.view(-1, self.heads, 2, self.dim).unbind(2)
