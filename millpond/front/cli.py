@@ -49,8 +49,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
-    run: Callable[[Any], int] = getattr(import_module("millpond.front.commands"), function)
     try:
+        # Imported late, and interruptible: it brings torch.
+        run: Callable[[Any], int] = getattr(import_module("millpond.front.commands"), function)
         return run(flags)
     except MillpondError as error:
         print(f"millpond {name}: {error}", file=sys.stderr)

@@ -60,6 +60,9 @@ async def _invalid(request: Request, error: Exception) -> Response:
     parts, param = [], None
     for problem in error.errors()[:5]:
         where = [str(p) for p in problem["loc"] if p != "body"]
+        if not where and problem["type"] == "model_attributes_type":
+            parts.append("the body must be a JSON object, sent with Content-Type: application/json")
+            continue
         param = param or (where[0] if where and problem["type"] != "json_invalid" else None)
         parts.append(f"{'.'.join(where)}: {problem['msg']}" if where else str(problem["msg"]))
     body = replies.error_body(
@@ -131,7 +134,11 @@ class _Server(uvicorn.Server):
         if self.should_exit:
             self.force_exit = True
         else:
-            log.info("signal %d: finishing what runs, refusing what comes", sig)
+            log.info(
+                "signal %d: finishing what runs for at most %g s, refusing what comes",
+                sig,
+                self._deadline.interval,
+            )
             self._service.draining = True
             self._deadline.start()
         super().handle_exit(sig, frame)

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from importlib import import_module
 
 from rich.console import Console
 from rich.text import Text
@@ -49,6 +50,8 @@ class Chat:
 
     def run(self, read: Callable[[str], str] = input) -> int:
         """Read lines until /quit or the end of input."""
+        with suppress(ImportError):
+            import_module("readline")  # gives `input` editing and history where there is one
         self._note(f"{self._pipe.service.name}. /help lists the commands, /quit leaves.")
         while True:
             try:

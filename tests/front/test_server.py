@@ -358,6 +358,12 @@ def test_other_routes_refuse_alike(shared, path, body):
     assert httpx.post(shared.url + path, content=body).status_code == 400
 
 
+def test_a_body_without_its_content_type_is_told_which_header_is_missing(shared):
+    answer = httpx.post(shared.url + CHAT, content=b'{"messages": []}')
+    assert answer.status_code == 400
+    assert "Content-Type: application/json" in answer.json()["error"]["message"]
+
+
 @pytest.mark.parametrize("path", [CHAT, COMPLETE, "/tokenize", "/detokenize"])
 def test_an_unknown_model_is_a_404(shared, path):
     body = {"model": "other", "messages": HELLO, "prompt": "x", "tokens": [1]}
