@@ -358,8 +358,9 @@ def test_other_routes_refuse_alike(shared, path, body):
     assert httpx.post(shared.url + path, content=body).status_code == 400
 
 
-def test_a_body_without_its_content_type_is_told_which_header_is_missing(shared):
-    answer = httpx.post(shared.url + CHAT, content=b'{"messages": []}')
+def test_a_body_of_another_content_type_is_told_which_header_it_needs(shared):
+    form = {"content-type": "application/x-www-form-urlencoded"}  # what curl -d sends by itself
+    answer = httpx.post(shared.url + CHAT, content=b'{"messages": []}', headers=form)
     assert answer.status_code == 400
     assert "Content-Type: application/json" in answer.json()["error"]["message"]
 
