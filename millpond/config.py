@@ -55,7 +55,7 @@ class GenerationConfig(_Strict):
     stop_token_ids: Ints | None = None
     ignore_eos: bool = False
     min_new_tokens: int | None = Field(default=None, ge=0)
-    repetition_penalty: float | None = Field(default=None, gt=0, le=100)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
     presence_penalty: float = Field(default=0.0, ge=-2, le=2)
     frequency_penalty: float = Field(default=0.0, ge=-2, le=2)
     logit_bias: dict[int, float] | None = None

@@ -16,6 +16,9 @@ from millpond.plan.step import PAGE_SIZE, Capabilities
 MAX_COUNT = 2**63 - 1
 """What a device can count to; there is no need to ask for more."""
 
+LARGEST_BIAS = 1e6
+"""Decides any draw; what is much larger is infinite in fp32, and infinities do not add up."""
+
 
 def token_limit(settings: EngineSettings, capabilities: Capabilities) -> int:
     """Tokens one sample may hold, prompt included."""
@@ -95,7 +98,7 @@ def _check_params(
         if value is not None:
             _within(name, value, 0, capabilities.vocab_size)
     for _, bias in params.logit_bias:
-        _within("logit_bias", bias, -math.inf, math.inf)
+        _within("logit_bias", bias, -LARGEST_BIAS, LARGEST_BIAS)
     for name, ids in (
         ("logit_bias", [token for token, _ in params.logit_bias]),
         ("stop_token_ids", params.stop_token_ids),

@@ -59,6 +59,7 @@ class Planned:
 
     directory: Path
     facts: ModelFacts
+    eos_token_ids: tuple[int, ...]
     resolved: Resolved
     executor: str
 
@@ -74,13 +75,15 @@ def plan_model(
     # Without a model named, the one everybody can run is run where everybody can run it.
     wanted = "cpu" if model is None and config.device == "auto" else config.device
     device = choose_device(wanted)
-    facts = model_facts(describe(directory), dtype=config.dtype, device=str(device))
+    description = describe(directory)
+    facts = model_facts(description, dtype=config.dtype, device=str(device))
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     available = max(0, free - facts.weight_bytes)
     resolved = resolve(
         config, facts, available=available, device=device.type, speculative=speculative
     )
-    return Planned(directory, facts, resolved, config.distributed_executor_backend)
+    eos = description.eos_token_ids
+    return Planned(directory, facts, eos, resolved, config.distributed_executor_backend)
 
 
 def open_service(
@@ -115,7 +118,7 @@ def open_service(
                 f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model only "
                 f"{capabilities.vocab_size}: they do not belong together"
             )
-        engine = Engine(_settings(resolved, defaults, directory), executor)
+        engine = Engine(_settings(planned), executor)
         undo.pop_all()  # the engine closes it from here on
     engine.start()
     log.info("sampling defaults of the model: %s", defaults)
@@ -150,7 +153,8 @@ def _template(
         raise Refused(f"cannot read the chat template {text}: {error}") from error
 
 
-def _settings(resolved: Resolved, defaults: Defaults, directory: Path) -> EngineSettings:
+def _settings(planned: Planned) -> EngineSettings:
+    resolved = planned.resolved
     return EngineSettings(
         max_batch_size=resolved.max_batch_size,
         max_prefill_tokens=resolved.max_prefill_tokens,
@@ -160,8 +164,8 @@ def _settings(resolved: Resolved, defaults: Defaults, directory: Path) -> Engine
         prefill_save_alignment=resolved.prefill_save_alignment,
         checkpoint_interval=resolved.checkpoint_interval,
         checkpoint_budget=resolved.checkpoint_budget,
-        eos_token_ids=defaults.eos_token_ids,
+        eos_token_ids=planned.eos_token_ids,
         debug_audit=resolved.debug_audit,
         debug_poison=resolved.debug_poison,
-        model_identity=hashlib.sha256((directory / "config.json").read_bytes()).digest(),
+        model_identity=hashlib.sha256((planned.directory / "config.json").read_bytes()).digest(),
     )

@@ -11,6 +11,9 @@ from millpond.errors import Rejected
 from millpond.front.text import read_json
 from millpond.plan.sampling import SamplingParams
 
+COLDEST = 1e-20
+"""Below this a temperature is greedy: logits divided by it would leave the range of fp32."""
+
 
 @dataclass(frozen=True, slots=True)
 class Defaults:
@@ -21,28 +24,18 @@ class Defaults:
     top_k: int = 0
     min_p: float = 0.0
     repetition_penalty: float = 1.0
-    eos_token_ids: tuple[int, ...] = ()
 
     @classmethod
     def of_model(cls, directory: Path) -> Defaults:
-        """From a model's directory; end-of-sequence ids from `config.json` where it has none."""
+        """From a model's directory; what it does not say keeps its default."""
         found: dict[str, float] = {}
         path = directory / "generation_config.json"
         own = read_json(path) if path.is_file() else {}
         for name in ("temperature", "top_p", "min_p", "repetition_penalty"):
             if isinstance(own.get(name), int | float):
                 found[name] = float(own[name])
-        eos = own.get("eos_token_id")
-        if eos is None:
-            config = read_json(directory / "config.json")
-            eos = config.get("eos_token_id", config.get("text_config", {}).get("eos_token_id"))
-        ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
         top_k = own.get("top_k")
-        return cls(
-            **found,
-            top_k=top_k if isinstance(top_k, int) else 0,
-            eos_token_ids=tuple(int(i) for i in ids),
-        )
+        return cls(**found, top_k=top_k if isinstance(top_k, int) else 0)
 
 
 def to_params(
@@ -90,12 +83,15 @@ def to_params(
         if wrong is not None:
             raise Rejected(f"{name}: {wrong} is not a token (0 to {vocab_size - 1})", param=name)
     temperature = defaults.temperature if wish.temperature is None else wish.temperature
+    if temperature < COLDEST:
+        temperature = 0.0
     return SamplingParams(
         max_tokens=limit,
         min_tokens=least,
         temperature=temperature if wish.do_sample else 0.0,
         top_p=defaults.top_p if wish.top_p is None else wish.top_p,
-        top_k=defaults.top_k if wish.top_k is None else wish.top_k,
+        # More than there are tokens keeps all of them, and may be more than a device can count.
+        top_k=min(defaults.top_k if wish.top_k is None else wish.top_k, vocab_size),
         min_p=defaults.min_p if wish.min_p is None else wish.min_p,
         repetition_penalty=(
             defaults.repetition_penalty

@@ -18,6 +18,7 @@ from millpond.front.sampling import Defaults
 from millpond.front.server import build_app
 from millpond.front.service import Service
 from millpond.front.text import Tokenizer
+from millpond.models.base import describe
 from tests.support.fake_engine import FakeEngine
 
 BUNDLED = Path(__file__).resolve().parents[2] / "millpond" / "bundled" / "millpond-tiny-glm"
@@ -39,15 +40,14 @@ def make_service(tokenizer: Tokenizer, text: str, *, pause: float = 0.0) -> Serv
     def script(request: EngineRequest, sample: int) -> list[int]:
         return [*tokenizer.encode(text + (f" #{sample}" if sample else "")), user]
 
-    defaults = Defaults.of_model(BUNDLED)
-    engine = FakeEngine(script, eos=frozenset(defaults.eos_token_ids), pause=pause)
+    engine = FakeEngine(script, eos=frozenset(describe(BUNDLED).eos_token_ids), pause=pause)
     config = PytorchEngineConfig(max_batch_size=8)
     return Service(
         name="tiny",
         directory=BUNDLED,
         tokenizer=tokenizer,
         template=ChatTemplate.of_model(BUNDLED, tokenizer),
-        defaults=defaults,
+        defaults=Defaults.of_model(BUNDLED),
         resolved=resolve(config, FACTS, available=1 << 30),
         vocab_size=2048,
         engine=engine,

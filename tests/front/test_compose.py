@@ -82,15 +82,12 @@ def test_a_tokenizer_of_another_model_is_refused_and_the_device_given_back(monke
     assert closed == [True]
 
 
-def test_the_models_own_sampling_defaults_are_read_and_its_ends_of_text_found(tmp_path: Path):
+def test_the_models_own_sampling_defaults_are_read(tmp_path: Path):
     own = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
     (tmp_path / "generation_config.json").write_text(json.dumps(own))
-    (tmp_path / "config.json").write_text(json.dumps({"text_config": {"eos_token_id": 7}}))
-    assert Defaults.of_model(tmp_path) == Defaults(**own, eos_token_ids=(7,))
-    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": [3, 4]}))
-    assert Defaults.of_model(tmp_path).eos_token_ids == (3, 4)
+    assert Defaults.of_model(tmp_path) == Defaults(**own)
     (tmp_path / "generation_config.json").unlink()
-    assert Defaults.of_model(tmp_path) == Defaults(eos_token_ids=(3, 4))
+    assert Defaults.of_model(tmp_path) == Defaults()
 
 
 def test_what_a_request_leaves_open_the_model_decides():
