@@ -130,7 +130,7 @@ class Engine:
     def stats(self) -> EngineStats:
         """A snapshot; numbers of a step that is under way may be half counted.
 
-        Pages that the index holds count as evictable, though running requests may hold some too.
+        Running requests may hold some of the pages that the index holds.
         """
         ledger, scheduler, counters = self._ledger, self._scheduler, self._ledger.counters
         running = len({id(sequence.request) for sequence in tuple(scheduler.running)})
@@ -146,7 +146,7 @@ class Engine:
             slots_total=ledger.pool.size,
             pages_free=ledger.pages.num_free,
             pages_used=ledger.pages.size - ledger.pages.num_free,
-            pages_evictable=ledger.index.num_pages,
+            pages_indexed=ledger.index.num_pages,
             pages_total=ledger.pages.size,
             steps=counters.steps,
             steps_failed=counters.steps_failed,

@@ -67,7 +67,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     slots_total: int
     pages_free: int
     pages_used: int
-    pages_evictable: int
+    pages_indexed: int
     pages_total: int
     steps: int
     steps_failed: int

@@ -88,7 +88,7 @@ class _EngineCollector(Collector):
         for state, pages_in in (
             ("free", s.pages_free),
             ("used", s.pages_used),
-            ("evictable", s.pages_evictable),
+            ("indexed", s.pages_indexed),
         ):
             pages.add_metric([state], pages_in)
         yield pages

@@ -94,6 +94,10 @@ class Pipeline:
         """The model's tokenizer."""
         return self.service.tokenizer
 
+    def flush_cache(self) -> None:
+        """Forget every cached prefix; what runs goes on. Its slots are free when this returns."""
+        self.service.engine.flush_cache()
+
     def stats(self) -> EngineStats:
         """The engine's counters since start."""
         return self.service.engine.stats()

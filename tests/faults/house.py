@@ -185,7 +185,7 @@ class House:
         stats = self.engine.stats()
         assert stats.requests_running == stats.requests_waiting == stats.slots_running == 0
         assert stats.slots_free + stats.slots_checkpoint == stats.slots_total
-        assert stats.pages_free + stats.pages_evictable == stats.pages_total
+        assert stats.pages_free + stats.pages_indexed == stats.pages_total
         self.engine.flush_cache()
         self.run()
         stats = self.engine.stats()

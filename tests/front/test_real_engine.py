@@ -50,7 +50,7 @@ def _nothing_stays_held(service: Service) -> Iterator[None]:
 def idle(service: Service) -> bool:
     s = service.engine.stats()
     return not (s.requests_running or s.requests_waiting or s.slots_running) and (
-        s.pages_used == s.pages_evictable
+        s.pages_used == s.pages_indexed
     )
 
 
@@ -71,6 +71,10 @@ def test_the_second_of_two_equal_prompts_is_served_from_the_cache(pipe, service)
     assert (cold.cached_tokens, cold.prefix) == (0, "never_seen")
     assert (warm.cached_tokens, warm.prefix) == (256, "hit")
     assert warm.token_ids == cold.token_ids
+    pipe.flush_cache()
+    again = pipe(prompt, GREEDY)
+    assert again.cached_tokens == 0
+    assert again.token_ids == cold.token_ids
 
 
 def test_usage_metric_and_response_agree_on_cached_tokens(server, pipe, service):

@@ -177,7 +177,7 @@ class FakeEngine:
             slots_total=8,
             pages_free=100,
             pages_used=0,
-            pages_evictable=0,
+            pages_indexed=0,
             pages_total=100,
             steps=self.generated,
             steps_failed=0,
