@@ -29,7 +29,8 @@ class Tiny:
 
     def bench(self, **sizes: int) -> Bench:
         """Fresh memory, all of it NaN."""
-        return Bench(self.model, self.description.layout(torch.float32), **sizes)
+        layout = self.description.layout(torch.float32, sizes.get("num_drafts", 0))
+        return Bench(self.model, layout, **sizes)
 
     def reference(self, ids: list[int]) -> torch.Tensor:
         """Logits of every position, by transformers."""
