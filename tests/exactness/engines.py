@@ -121,7 +121,7 @@ def serve(family: str, house: House, asks: Sequence[Ask], truth: Truth, where: s
         served.texts.append(texts)
         served.cached.append(cached)
     assert served.stats.slots_running == 0
-    assert served.stats.pages_used == served.stats.pages_evictable
+    assert served.stats.pages_used == served.stats.pages_indexed
     return served
 
 
