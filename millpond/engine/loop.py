@@ -15,7 +15,7 @@ from millpond.engine import submission
 from millpond.engine.commit import Committer
 from millpond.engine.ledger import Ledger
 from millpond.engine.lifecycle import new_epoch
-from millpond.engine.outbox import Outbox
+from millpond.engine.outbox import Outbox, Sink
 from millpond.engine.planned import Scheduled
 from millpond.engine.request import Request
 from millpond.engine.scheduler import Scheduler
@@ -38,15 +38,17 @@ class Engine:
     `submit`, `abort`, `flush_cache`, `stats` and `close` may be called from anywhere.
     """
 
-    def __init__(self, settings: EngineSettings, executor: Executor) -> None:
-        """`Refused` when the settings do not fit the executor."""
+    def __init__(
+        self, settings: EngineSettings, executor: Executor, sink: Sink | None = None
+    ) -> None:
+        """`Refused` when the settings do not fit the executor. With a `sink`, streams stay empty."""
         self.settings = settings
         self.capabilities = executor.capabilities
         settings.check(self.capabilities)
         self._executor = executor
         self._ledger = Ledger(settings, self.capabilities)
         self._scheduler = Scheduler(self._ledger, self.capabilities)
-        self._outbox = Outbox(self._ledger.counters, self._forget)
+        self._outbox = Outbox(self._ledger.counters, self._forget, sink)
         self._committer = Committer(self._ledger, self._scheduler, self._outbox)
         self._failure: str | None = None
         # Shared with other threads, under this one condition.
@@ -159,10 +161,6 @@ class Engine:
             preemptions=counters.preemptions,
             nonfinite=counters.nonfinite,
             finished=dict(counters.finished),
-            drafts=counters.drafts,
-            draft_tokens=counters.draft_tokens,
-            accepted_tokens=counters.accepted_tokens,
-            accepted_per_position=tuple(counters.accepted_per_position),
         )
 
     def start(self) -> None:
@@ -319,6 +317,6 @@ class Engine:
                 index=self._ledger.index,
                 running=[one.state for one in running],
                 page_runs=[one.pages for one in running],
-                rows=() if plan is None else plan.prefill + plan.decode + plan.verify,
+                rows=() if plan is None else plan.prefill + plan.decode,
             )
         )
