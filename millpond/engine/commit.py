@@ -5,6 +5,7 @@ The only place that publishes. Knows neither queue order nor threads.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping
 
 from millpond.engine.ledger import Ledger
@@ -13,7 +14,7 @@ from millpond.engine.planned import PrefillRow, Scheduled
 from millpond.engine.request import Request, Sequence
 from millpond.engine.scheduler import Scheduler
 from millpond.errors import Broken
-from millpond.plan.step import Emitted, Row, StepResult
+from millpond.plan.step import Emitted, Row, StepResult, Verified
 from millpond.state.lease import Seat, SlotId
 
 MAX_FAILURES = 2
@@ -61,6 +62,8 @@ class Committer:
                 _forgive(sequence)
             if row.emit_seats:
                 self._draw(sequence, drawn)
+        if plan.verify:
+            unwritten += self._commit_verify(scheduled, result, written)
         for sequence, end in unwritten:
             self._lost(sequence, end, "the forward did not write the state")
         self._settle()
@@ -73,6 +76,8 @@ class Committer:
             self._lost(planned.sequence, planned.end, why)
         for sequence, row in zip(scheduled.decode, scheduled.plan.decode, strict=True):
             self._lost(sequence, row.end, why)
+        for live, verified in zip(scheduled.verify, scheduled.plan.verify, strict=True):
+            self._lost(live.sequence, verified.end, why)
         self._settle()
 
     def end_request(self, request: Request, reason: str, error: str | None = None) -> None:
@@ -114,6 +119,35 @@ class Committer:
             for one in group:
                 self._draw(one, drawn)
 
+    def _commit_verify(
+        self, scheduled: Scheduled, result: StepResult, written: set[tuple[SlotId, int]]
+    ) -> list[tuple[Sequence, int]]:
+        """Advance live sequences by what is certain, and hand out what they drew; those not
+        written are returned, with the ends they should have come to.
+        """
+        runs: defaultdict[Seat, list[Emitted]] = defaultdict(list)
+        for emitted in result.emitted:
+            runs[emitted.seat].append(emitted)
+        counts = {verified.seat: verified for verified in result.verified}
+        unwritten = []
+        for live, row in zip(scheduled.verify, scheduled.plan.verify, strict=True):
+            sequence = live.sequence
+            if (row.state_out, row.end) not in written:
+                unwritten.append((sequence, row.end))
+                continue
+            sequence.state.commit(self._ledger.pool, row.end)
+            sequence.folded = row.end
+            if row.state_in != row.state_out:
+                self._scheduler.unblock()
+            if sequence.failures:
+                _forgive(sequence)
+            count = counts.get(row.seat)
+            if count is None or len(runs[row.seat]) != count.accepted + 1:
+                raise Broken(f"{sequence.name} drew {len(runs[row.seat])} tokens, of {count}")
+            self._ledger.counters.verified(count.drafted, count.accepted)
+            self._draw_run(sequence, runs[row.seat], count)
+        return unwritten
+
     def _fan_out(self, lead: Sequence) -> None:
         """The siblings go on by themselves from the lead's exact end; no byte of state moves."""
         siblings, lead.siblings = lead.siblings, []
@@ -130,13 +164,26 @@ class Committer:
         request = sequence.request
         if emitted is None:
             raise Broken(f"{sequence.name} should have drawn a token in seat {sequence.seat}")
+        sequence.is_live = True
         if not emitted.finite:
-            if request not in self._errors:
-                self._ledger.counters.nonfinite += 1
-                self._errors[request] = NONFINITE
-                self._distrust(sequence)
+            self._nonfinite(sequence)
         elif not request.aborting and self._outbox.draw(sequence, emitted):
             self._over.append(sequence)
+
+    def _draw_run(self, sequence: Sequence, run: list[Emitted], count: Verified) -> None:
+        """Accepted drafts and one more token, up to the one that ends the sample."""
+        sound = [emitted for emitted in run if emitted.finite]
+        if len(sound) < len(run):
+            self._nonfinite(sequence)
+        if not sequence.request.aborting and self._outbox.draw_run(sequence, sound, count):
+            self._over.append(sequence)
+
+    def _nonfinite(self, sequence: Sequence) -> None:
+        request = sequence.request
+        if request not in self._errors:
+            self._ledger.counters.nonfinite += 1
+            self._errors[request] = NONFINITE
+            self._distrust(sequence)
 
     def _distrust(self, sequence: Sequence) -> None:
         """Forget what a sequence with damaged logits started from, and all it published since.

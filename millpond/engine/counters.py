@@ -21,3 +21,19 @@ class Counters:
     preemptions: int = 0
     nonfinite: int = 0
     finished: Counter[str] = field(default_factory=Counter)
+    drafts: int = 0  # rows that verified any draft tokens
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+    accepted_per_position: list[int] = field(default_factory=list)  # first draft, second ...
+
+    def verified(self, drafted: int, accepted: int) -> None:
+        """Count one row with drafts."""
+        if not drafted:
+            return
+        self.drafts += 1
+        self.draft_tokens += drafted
+        self.accepted_tokens += accepted
+        positions = self.accepted_per_position
+        positions += [0] * (drafted - len(positions))
+        for position in range(accepted):
+            positions[position] += 1

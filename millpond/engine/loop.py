@@ -161,6 +161,10 @@ class Engine:
             preemptions=counters.preemptions,
             nonfinite=counters.nonfinite,
             finished=dict(counters.finished),
+            drafts=counters.drafts,
+            draft_tokens=counters.draft_tokens,
+            accepted_tokens=counters.accepted_tokens,
+            accepted_per_position=tuple(counters.accepted_per_position),
         )
 
     def start(self) -> None:
@@ -317,6 +321,6 @@ class Engine:
                 index=self._ledger.index,
                 running=[one.state for one in running],
                 page_runs=[one.pages for one in running],
-                rows=() if plan is None else plan.prefill + plan.decode,
+                rows=() if plan is None else plan.prefill + plan.decode + plan.verify,
             )
         )

@@ -10,7 +10,7 @@ from millpond.engine.counters import Counters
 from millpond.engine.request import Request, Sequence
 from millpond.engine.stream import wake
 from millpond.engine.types import Delta, TokenOut
-from millpond.plan.step import Emitted, TokenLogprob
+from millpond.plan.step import Emitted, TokenLogprob, Verified
 
 Sink: TypeAlias = Callable[[list[Delta]], None]
 """Takes the deltas of a step together, on the engine's thread, in place of the streams."""
@@ -30,17 +30,33 @@ class Outbox:
 
     def draw(self, sequence: Sequence, emitted: Emitted) -> bool:
         """Append a drawn token and tell the stream; True when the sample is over."""
-        request, tokens, token = sequence.request, sequence.tokens, emitted.token
-        tokens.append(token)
-        self._counters.generated_tokens += 1
-        reason = stop = None
-        if token in request.stop_ids and len(tokens) >= request.stop_from:
-            reason, stop = "stop", token
-        elif len(tokens) >= request.length_limit:
-            reason = "length"
-        out = TokenOut(token=token, logprob=emitted.logprob, top=emitted.top)
+        reason, stop = self._append(sequence, emitted.token)
+        out = TokenOut(token=emitted.token, logprob=emitted.logprob, top=emitted.top)
         self._push(sequence, (out,), reason, stop, None)
         return reason is not None
+
+    def draw_run(self, sequence: Sequence, run: list[Emitted], count: Verified) -> bool:
+        """As `draw`, for the tokens of one step; what follows the one that ends it is dropped."""
+        reason = stop = None
+        outs = []
+        for emitted in run:
+            reason, stop = self._append(sequence, emitted.token)
+            outs.append(TokenOut(token=emitted.token, logprob=emitted.logprob, top=emitted.top))
+            if reason is not None:
+                break
+        if outs:
+            accepted = min(count.accepted, len(outs))
+            self._push(sequence, tuple(outs), reason, stop, None, (count.drafted, accepted))
+        return reason is not None
+
+    def _append(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:
+        """The finish reason and the stop token, if this token ends the sample."""
+        request, tokens = sequence.request, sequence.tokens
+        tokens.append(token)
+        self._counters.generated_tokens += 1
+        if token in request.stop_ids and len(tokens) >= request.stop_from:
+            return "stop", token
+        return ("length" if len(tokens) >= request.length_limit else None), None
 
     def end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
         """End a sample that draws no more; nothing happens when it has ended before."""
@@ -63,6 +79,7 @@ class Outbox:
         reason: str | None,
         stop: int | None,
         error: str | None,
+        drafts: tuple[int, int] = (0, 0),
     ) -> None:
         request = sequence.request
         outcome = logprobs = None
@@ -76,6 +93,8 @@ class Outbox:
             finish_reason=reason,
             stop_token=stop,
             error=error,
+            drafted=drafts[0],
+            accepted=drafts[1],
             outcome=outcome,
             prompt_logprobs=logprobs,
         )

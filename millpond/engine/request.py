@@ -76,6 +76,7 @@ class Sequence:
         "finish_reason",
         "folded",
         "index",
+        "is_live",
         "order",
         "own_seat",
         "pages",
@@ -103,6 +104,7 @@ class Sequence:
         self.pages_sent = 0  # of them, in the seat's page table on the device
         self.seat = NO_SEAT
         self.own_seat: tuple[Seat, ...] = ()
+        self.is_live = False  # drew a token in this seat: the device knows its newest tokens
         self.siblings: list[Sequence] = []
         self.epoch = 0  # at its admission, with the salt of its keys
         self.salt = b""
@@ -126,4 +128,5 @@ class Sequence:
         """Take a seat whose page table is empty."""
         self.seat = seat
         self.own_seat = (seat,)
+        self.is_live = False
         self.pages_sent = 0

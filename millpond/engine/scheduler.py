@@ -10,8 +10,8 @@ from bisect import insort
 from operator import attrgetter
 
 from millpond.engine.admission import admit, missing_pages, take_pages
-from millpond.engine.ledger import Ledger
-from millpond.engine.planned import PrefillRow, Scheduled, fan_out, seat_load
+from millpond.engine.ledger import Ledger, pages_for
+from millpond.engine.planned import LiveRow, PrefillRow, Scheduled, fan_out, seat_load
 from millpond.engine.request import Sequence
 from millpond.errors import Broken, Exhausted
 from millpond.plan.checkpoints import Anchor, ladder_interval, plan_anchors
@@ -44,6 +44,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self._granularity = capabilities.export_granularity
+        self._num_drafts = capabilities.num_draft_tokens
         self._step = 0
         self._unsent_poison: tuple[tuple[SlotId, ...], tuple[PageId, ...]] = ((), ())
         self._blocked: Sequence | None = None  # the head of the queue, until anything is given back
@@ -104,13 +105,15 @@ class Scheduler:
             start = sequence.folded
             if start < sequence.prompt_len:
                 self._plan_prefill(sequence)
+            elif self._num_drafts and sequence.is_live:
+                self._plan_verify(sequence)
             elif start + 1 == len(sequence.tokens):
                 self._plan_decode(sequence, start + 1)
             else:
                 self._plan_recompute(sequence)
             position += 1
         self._admit_waiting()
-        if not (self._prefill or self._decode):
+        if not (self._prefill or self._decode or self._verify):
             return None
         self._plan_exports()
         return self._freeze()
@@ -124,6 +127,7 @@ class Scheduler:
         self._prefill: list[PrefillRow] = []
         self._decode: list[Sequence] = []
         self._decode_rows: list[Row] = []
+        self._verify: list[LiveRow] = []
         self._seat_loads: list[SeatLoad] = []
         self._page_updates: list[PageUpdate] = []
         self._fan_outs: list[FanOut] = []
@@ -137,6 +141,25 @@ class Scheduler:
         slots = self._make_output(sequence)
         if slots is not None:
             self._add_decode(sequence, end, slots)
+
+    def _plan_verify(self, sequence: Sequence) -> None:
+        """All known tokens of a live sequence, then as many drafts as it has room and use for."""
+        end = len(sequence.tokens)
+        if end > len(sequence.pages) * PAGE_SIZE and not self._make_pages(sequence, end):
+            return
+        slots = self._make_output(sequence)
+        if slots is None:
+            return
+        state_in, state_out = slots
+        if state_in is None:
+            raise Broken(f"{sequence.name} is live and has no state")
+        self._take_pages_for_drafts(sequence)
+        if sequence.pages_sent < len(sequence.pages):
+            self._send_pages(sequence)
+        # The step draws one token more than it accepts drafts; none beyond the last is wanted.
+        last = min(sequence.request.length_limit - 1, len(sequence.pages) * PAGE_SIZE)
+        num_drafts = min(self._num_drafts, last - end)
+        self._verify.append(LiveRow(sequence, num_drafts, state_in, state_out))
 
     def _plan_recompute(self, sequence: Sequence) -> None:
         """Generated tokens of a preempted sequence, token by token in one row, under the budget."""
@@ -191,6 +214,18 @@ class Scheduler:
                 return False
         take_pages(ledger, sequence, end)
         return True
+
+    def _take_pages_for_drafts(self, sequence: Sequence) -> None:
+        """Room for the drafts of this step, of the next one, and for what it makes of them.
+
+        Nobody is pushed out for drafts: without room there are fewer of them.
+        """
+        ledger = self.ledger
+        end = len(sequence.tokens) + 2 * self._num_drafts + 1
+        wanted = pages_for(min(end, sequence.request.length_limit)) - len(sequence.pages)
+        if wanted > 0:
+            ledger.evict_pages(wanted)
+            sequence.pages += ledger.pages.take(min(wanted, ledger.pages.num_free))
 
     def _make_output(self, sequence: Sequence) -> tuple[SlotId | None, SlotId] | None:
         """Plan where the next state goes, making room as far as it takes."""
@@ -252,14 +287,18 @@ class Scheduler:
             for one in sequence.siblings:
                 self._fan_outs.append(fan_out(sequence, one))
         for one in sequence.group:
+            if self._num_drafts and end == len(sequence.tokens):
+                self._take_pages_for_drafts(one)
             self._send_pages(one)
 
     def _add_decode(
         self, sequence: Sequence, end: int, slots: tuple[SlotId | None, SlotId]
     ) -> None:
+        start, tokens = sequence.folded, sequence.tokens
+        if self._num_drafts and end == len(tokens):
+            self._take_pages_for_drafts(sequence)
         if sequence.pages_sent < len(sequence.pages):
             self._send_pages(sequence)
-        start, tokens = sequence.folded, sequence.tokens
         self._decode.append(sequence)
         self._decode_rows.append(
             Row(
@@ -309,6 +348,7 @@ class Scheduler:
             step=self._step,
             prefill=tuple(row.freeze() for row in self._prefill),
             decode=tuple(self._decode_rows),
+            verify=tuple(row.freeze() for row in self._verify),
             seat_loads=tuple(self._seat_loads),
             page_updates=tuple(self._page_updates),
             fan_outs=tuple(self._fan_outs),
@@ -316,4 +356,4 @@ class Scheduler:
             poison_pages=pages if poison else (),
         )
         self._step += 1
-        return Scheduled(plan, self._prefill, self._decode)
+        return Scheduled(plan, self._prefill, self._decode, self._verify)

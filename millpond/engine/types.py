@@ -43,7 +43,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
 
     `finish_reason` is None while it runs, then one of stop, length, abort, error. `stop_token` is
     the stop or end-of-sequence token that ended it (it is also the last of `tokens`); `error` says
-    what went wrong. `outcome` and `prompt_logprobs` come with the first delta of a request.
+    what went wrong. Of `drafted` draft tokens that were put to the test for it, `accepted` are
+    among `tokens`. `outcome` and `prompt_logprobs` come with the first delta of a request.
     """
 
     request_id: str
@@ -52,6 +53,8 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     finish_reason: str | None = None
     stop_token: int | None = None
     error: str | None = None
+    drafted: int = 0
+    accepted: int = 0
     outcome: PrefixOutcome | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
@@ -80,3 +83,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     preemptions: int
     nonfinite: int
     finished: dict[str, int]  # requests by finish reason
+    drafts: int = 0  # rows that verified draft tokens
+    draft_tokens: int = 0
+    accepted_tokens: int = 0  # of them, with what an ending sample had no use for
+    accepted_per_position: tuple[int, ...] = ()  # rows that accepted the first draft, second ...
