@@ -30,7 +30,9 @@ class PrefixOutcome(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
 
 
-class TokenOut(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+class TokenOut(
+    msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True, omit_defaults=True
+):
     """One generated token; log probabilities where asked for."""
 
     token: int
@@ -38,7 +40,9 @@ class TokenOut(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     top: tuple[tuple[int, float], ...] = ()
 
 
-class Delta(msgspec.Struct, frozen=True, kw_only=True):
+class Delta(
+    msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True, omit_defaults=True
+):
     """What one sample of a request gained since its last delta.
 
     `finish_reason` is None while it runs, then one of stop, length, abort, error. `stop_token` is
