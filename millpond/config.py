@@ -5,19 +5,18 @@ The only module that may read the environment. It reads none: no variable change
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from millpond.errors import Refused
+from millpond.units import GIB, human, parse_memory
 
 PAGE = 64  # tokens per page, and the grid on which everything lies
 
-KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
-_UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": GIB << 10}
-_UNITS |= {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12, "k": KIB, "m": MIB, "g": GIB}
+DRAFT_METHOD = "deepseek_mtp"
+"""Drafts are chained from the model's own multi-token-prediction layer."""
 
 
 def _as_tuple(value: Any) -> Any:
@@ -66,9 +65,12 @@ class GenerationConfig(_Strict):
 
 
 class SpeculativeConfig(_Strict):
-    """Speculative decoding with the model's own draft layer; `num_speculative_tokens=0` is none."""
+    """Speculative decoding: `num_speculative_tokens` drafts a step, 0 is none.
 
-    method: Literal["deepseek_mtp"] = "deepseek_mtp"
+    The only `method` is "deepseek_mtp", the model's own draft layer.
+    """
+
+    method: str = DRAFT_METHOD
     num_speculative_tokens: int = Field(default=1, ge=0)
 
 
@@ -100,11 +102,11 @@ class PytorchEngineConfig(_Strict):
     prefill_save_alignment: int = PAGE
     checkpoint_mode: Literal["interior", "split", "off"] | None = None
     checkpoint_interval: int = Field(default=4096, ge=1)
+    decode_checkpoint_interval: int | None = Field(default=None, ge=0)
     kda_prefill_backend: Literal["auto", "torch", "triton", "fla", "flash_kda"] = "auto"
     debug_audit: bool = False
     debug_poison: bool = False
     # Known elsewhere, not served here: any value but the default is refused by name.
-    decode_checkpoint_interval: int | None = None
     dp: int = 1
     ep: int = 1
     prefill_context_parallel_size: int = 1
@@ -119,7 +121,6 @@ class PytorchEngineConfig(_Strict):
 
 
 NOT_SERVED = {
-    "decode_checkpoint_interval": "making checkpoints along an answer",
     "dp": "data parallelism",
     "ep": "expert parallelism",
     "prefill_context_parallel_size": "prefill context parallelism",
@@ -165,25 +166,13 @@ class Resolved:
     checkpoint_mode: Literal["interior", "split", "off"]
     prefill_save_alignment: int
     checkpoint_interval: int
+    decode_checkpoint_interval: int  # 0: none along an answer
+    num_draft_tokens: int
     cache_budget: int  # bytes that slots, pages and seats may take
     cache_bytes: int  # bytes that they take
     debug_audit: bool
     debug_poison: bool
     notes: tuple[str, ...]
-
-
-def parse_memory(value: str | int | float, available: int) -> int:
-    """Bytes meant by "8GiB", by a number of bytes, or by a share (0 < x <= 1) of `available`."""
-    found = re.fullmatch(r"(\d+(?:\.\d+)?) ?(%|[a-z]*)", str(value).strip().lower())
-    number, unit = (float(found[1]), found[2]) if found else (0.0, "none")
-    bare = unit == "" and ("." in str(value) or isinstance(value, float))
-    if unit == "%" or bare:
-        share = number if bare else number / 100
-        if 0 < share <= 1:
-            return int(available * share)
-    elif unit in _UNITS and 1 <= number * _UNITS[unit] < 2**63:
-        return int(number * _UNITS[unit])
-    raise Refused(f"cache_memory {value!r} is neither a size such as 8GiB nor a share such as 0.5")
 
 
 def check(config: PytorchEngineConfig, speculative: SpeculativeConfig | None = None) -> None:
@@ -202,10 +191,9 @@ def check(config: PytorchEngineConfig, speculative: SpeculativeConfig | None = N
         )
     if not config.language_model_only:
         raise Refused("language_model_only=False: the vision tower is not supported")
-    if speculative is not None and speculative.num_speculative_tokens > 0:
+    if speculative is not None and speculative.method != DRAFT_METHOD:
         raise Refused(
-            f"num_speculative_tokens={speculative.num_speculative_tokens}: drafting is not "
-            "there yet, use 0"
+            f"speculative method {speculative.method!r} is not supported, use {DRAFT_METHOD!r}"
         )
     if config.block_size != PAGE:
         raise Refused(f"block_size={config.block_size}: a page holds {PAGE} tokens, use {PAGE}")
@@ -219,6 +207,16 @@ def check(config: PytorchEngineConfig, speculative: SpeculativeConfig | None = N
         raise Refused(
             f"checkpoint_interval={interval} is not a multiple of prefill_save_alignment={save}"
         )
+    along = config.decode_checkpoint_interval
+    if along and along % PAGE:
+        raise Refused(
+            f"decode_checkpoint_interval={along} is not a multiple of the page size {PAGE}"
+        )
+    if along and (mode == "off" or not config.enable_prefix_caching):
+        raise Refused(
+            f"decode_checkpoint_interval={along} needs prefix caching and checkpoints, one of which"
+            " is off"
+        )
     if mode in ("interior", "split") and not config.enable_prefix_caching:
         raise Refused(
             f"checkpoint_mode={mode!r} needs prefix caching, but enable_prefix_caching is off"
@@ -228,6 +226,11 @@ def check(config: PytorchEngineConfig, speculative: SpeculativeConfig | None = N
         raise Refused(f"num_kv_pages={pages} and its other name num_gpu_blocks={blocks} disagree")
     if config.cache_memory is not None:
         parse_memory(config.cache_memory, GIB)
+
+
+def num_drafts(speculative: SpeculativeConfig | None) -> int:
+    """Draft tokens a step."""
+    return 0 if speculative is None else speculative.num_speculative_tokens
 
 
 def resolve(
@@ -247,6 +250,7 @@ def resolve(
     caching = config.enable_prefix_caching and config.checkpoint_mode != "off"
     mode = (config.checkpoint_mode or "interior") if config.enable_prefix_caching else "off"
     save = config.prefill_save_alignment
+    along = config.decode_checkpoint_interval
     auto = "float32" if device == "cpu" else "bfloat16"
     sizes = _Sizes(config, facts, available, device, caching)
     prefill = max(PAGE, config.max_prefill_token_num // PAGE * PAGE)
@@ -276,6 +280,8 @@ def resolve(
         checkpoint_mode=mode,
         prefill_save_alignment=save,
         checkpoint_interval=-(-config.checkpoint_interval // save) * save,
+        decode_checkpoint_interval=(save if along is None else along) if caching else 0,
+        num_draft_tokens=num_drafts(speculative),
         cache_budget=sizes.budget,
         cache_bytes=sizes.bytes(),
         debug_audit=config.debug_audit,
@@ -389,12 +395,3 @@ class _Sizes:
                 f"session_len {self.session_len} -> {self.pages * PAGE}, to fit {self.pages} pages"
             )
             self.session_len = self.pages * PAGE
-
-
-def human(count: float) -> str:
-    """Bytes in words: 140.8 MiB."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} {unit}" if unit == "B" else f"{count:.1f} {unit}"
-        count /= 1024
-    return f"{count:.1f} TiB"

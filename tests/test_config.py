@@ -11,8 +11,6 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from millpond.config import (
-    GIB,
-    MIB,
     PAGE,
     GenerationConfig,
     ModelFacts,
@@ -20,11 +18,11 @@ from millpond.config import (
     Resolved,
     SpeculativeConfig,
     check,
-    parse_memory,
     resolve,
 )
 from millpond.errors import Refused
 from millpond.front.plan import fitting
+from millpond.units import GIB, MIB, parse_memory
 
 TINY = ModelFacts("tiny", 110_000, 9_000, 5_000, 6 * MIB, 8192)
 FLASH = ModelFacts("flash", 147_619_840, 744_128, 40_000, 260 * GIB, 1_048_576)
@@ -132,7 +130,15 @@ def test_an_explicit_value_that_does_not_fit_is_refused_with_what_would(given_, 
         (dict(distributed_executor_backend="mp"), ["mp"]),
         (dict(distributed_executor_backend="ray"), ["ray"]),
         (dict(language_model_only=False), ["vision"]),
-        (dict(decode_checkpoint_interval=512), ["decode_checkpoint_interval=512", "answer"]),
+        (dict(decode_checkpoint_interval=100), ["decode_checkpoint_interval=100", "64"]),
+        (
+            dict(decode_checkpoint_interval=64, enable_prefix_caching=False),
+            ["decode_checkpoint_interval=64", "caching"],
+        ),
+        (
+            dict(decode_checkpoint_interval=64, checkpoint_mode="off"),
+            ["decode_checkpoint_interval=64", "checkpoints"],
+        ),
         (dict(dp=2), ["data parallelism"]),
         (dict(ep=2), ["expert parallelism"]),
         (dict(prefill_context_parallel_size=2), ["prefill context parallelism"]),
@@ -153,10 +159,28 @@ def test_what_cannot_be_served_is_refused_by_name(given_, words):
     assert all(w in str(caught.value) for w in words)
 
 
-def test_drafts_are_refused_until_they_exist_and_none_is_fine():
-    check(PytorchEngineConfig(), SpeculativeConfig(num_speculative_tokens=0))
-    with pytest.raises(Refused, match=r"num_speculative_tokens=3.*drafting"):
-        check(PytorchEngineConfig(), SpeculativeConfig(num_speculative_tokens=3))
+def test_only_the_models_own_draft_layer_drafts():
+    for count in (0, 3):
+        check(PytorchEngineConfig(), SpeculativeConfig(num_speculative_tokens=count))
+    for method in ("eagle3", "ngram"):
+        with pytest.raises(Refused, match=f"'{method}' is not supported, use 'deepseek_mtp'"):
+            check(PytorchEngineConfig(), SpeculativeConfig(method=method))
+
+
+def test_the_number_of_drafts_is_derived_from_what_was_asked():
+    assert derive().num_draft_tokens == 0
+    asked = SpeculativeConfig(method="deepseek_mtp", num_speculative_tokens=5)
+    facts = ModelFacts("tiny", 300_000, 40_000, 2_000, 4_000_000, 8_192)
+    found = resolve(PytorchEngineConfig(), facts, available=1 << 30, speculative=asked)
+    assert found.num_draft_tokens == 5
+
+
+def test_checkpoints_along_an_answer_lie_on_the_alignment_unless_told_otherwise():
+    assert derive(prefill_save_alignment=128).decode_checkpoint_interval == 128
+    assert derive(decode_checkpoint_interval=256).decode_checkpoint_interval == 256
+    assert derive(decode_checkpoint_interval=0).decode_checkpoint_interval == 0
+    assert derive(enable_prefix_caching=False).decode_checkpoint_interval == 0
+    assert derive(checkpoint_mode="off").decode_checkpoint_interval == 0
 
 
 def test_no_caching_means_no_checkpoints_and_no_complaint():

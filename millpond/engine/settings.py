@@ -16,7 +16,8 @@ class EngineSettings:
     `max_batch_size` sequences run at once; `max_prefill_tokens` tokens of prompts (and of
     recomputed answers) are folded per step; a sequence holds at most `session_len` tokens.
     `checkpoint_budget` is the number of slots that checkpoints may hold; `prefill_save_alignment`
-    and `checkpoint_interval` are in tokens (an interval of 0: no ladder). `debug_audit` checks
+    and `checkpoint_interval` are in tokens (an interval of 0: no ladder); so is
+    `decode_checkpoint_interval`, of checkpoints along an answer (0: none). `debug_audit` checks
     every invariant after every step, `debug_poison` has freed slots and pages overwritten.
     """
 
@@ -27,6 +28,7 @@ class EngineSettings:
     checkpoint_mode: CheckpointMode = "interior"
     prefill_save_alignment: int = PAGE_SIZE
     checkpoint_interval: int = 4096
+    decode_checkpoint_interval: int = 0
     checkpoint_budget: int = 8
     eos_token_ids: tuple[int, ...] = ()
     debug_audit: bool = False
@@ -40,6 +42,11 @@ class EngineSettings:
             raise Refused(
                 f"prefill_save_alignment {alignment} is not a positive multiple of the page,"
                 f" {PAGE_SIZE} tokens"
+            )
+        if self.decode_checkpoint_interval % PAGE_SIZE or self.decode_checkpoint_interval < 0:
+            raise Refused(
+                f"decode_checkpoint_interval {self.decode_checkpoint_interval} is not a multiple of"
+                f" the page, {PAGE_SIZE} tokens"
             )
         for name in ("max_batch_size", "max_prefill_tokens", "session_len"):
             if getattr(self, name) < 1:
@@ -58,6 +65,12 @@ class EngineSettings:
             raise Refused(
                 f"max_batch_size {self.max_batch_size} exceeds the {capabilities.num_seats} seats"
             )
+
+    @property
+    def decode_anchor_step(self) -> int:
+        """Every how many tokens an answer's state may be kept; 0: never."""
+        keeps = self.prefix_caching and self.checkpoint_mode != "off" and self.checkpoint_budget > 0
+        return self.decode_checkpoint_interval if keeps else 0
 
     def smallest_prefix(self, capabilities: Capabilities) -> int:
         """The fewest tokens that can be found again: the spacing of anchors."""

@@ -25,6 +25,7 @@ def build_executor(model_dir: Path, resolved: Resolved, name: str = "uni") -> Ex
         session_len=resolved.session_len,
         load_format=resolved.load_format,
         kda_prefill_backend=resolved.kda_prefill_backend,
+        num_draft_tokens=resolved.num_draft_tokens,
         debug_poison=resolved.debug_poison,
     )
     return UniExecutor(worker)

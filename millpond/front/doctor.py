@@ -10,12 +10,15 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from millpond.config import PytorchEngineConfig, SpeculativeConfig, human
+from millpond.config import PytorchEngineConfig, SpeculativeConfig
 from millpond.errors import Refused
 from millpond.front import plan
-from millpond.front.compose import plan_model
+from millpond.front.compose import Planned, plan_model
 from millpond.front.machine import cores, free_memory, versions
+from millpond.models.base import describe
 from millpond.ops.bind import backends
+from millpond.runtime.worker import model_facts
+from millpond.units import human
 
 
 def environment() -> Table:
@@ -58,11 +61,27 @@ def run(
     try:
         with _AsDirectory(model) as directory:
             planned = plan_model(directory, config, speculative)
+            seats = _seats_by_drafts(planned)
     except Refused as error:
         console.print(f"cannot serve {model or 'the bundled model'}: {error}", markup=False)
         return 1
     console.print(plan.table(planned.resolved, planned.facts))
+    if seats:
+        console.print(plan.drafts(seats, planned.facts.slot_bytes))
     return 0
+
+
+def _seats_by_drafts(planned: Planned) -> dict[int, int]:
+    """Bytes of a seat by the number of drafts; nothing for a model without a draft layer."""
+    description = describe(planned.directory)
+    if not description.config.num_draft_layers:
+        return {}
+    counts = sorted({0, 3, 5, planned.resolved.num_draft_tokens})
+    how = {"dtype": planned.resolved.dtype, "device": planned.resolved.device}
+    return {
+        count: model_facts(description, num_draft_tokens=count, **how).seat_bytes
+        for count in counts
+    }
 
 
 class _AsDirectory:

@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -20,7 +20,7 @@ from pydantic_settings import (
     SettingsError,
 )
 
-from millpond.config import NOT_SERVED, PytorchEngineConfig, SpeculativeConfig
+from millpond.config import DRAFT_METHOD, NOT_SERVED, PytorchEngineConfig, SpeculativeConfig
 from millpond.errors import Refused
 from millpond.front.schema import explain
 from millpond.telemetry import LEVELS
@@ -46,6 +46,7 @@ HELP = {
     "prefill_save_alignment": "tokens; checkpoints of prompts lie on its multiples",
     "checkpoint_mode": "interior (default), split or off",
     "checkpoint_interval": "tokens between checkpoints along a long prompt",
+    "decode_checkpoint_interval": "tokens between checkpoints along an answer; 0 is none",
     "kda_prefill_backend": "kernels of the chunked recurrence",
     "debug_audit": "check every invariant after every step",
     "debug_poison": "fill what is freed with NaN",
@@ -57,7 +58,7 @@ HELP = {
     "log_level": "DEBUG, INFO, WARNING or ERROR",
     "drain_seconds": "how long running requests may go on after a signal to end",
     "speculative_algorithm": "deepseek_mtp: the model's own draft layer",
-    "speculative_num_draft_tokens": "drafts a step; only 0 so far",
+    "speculative_num_draft_tokens": "drafts a step, 0 to 7",
     "prompt": "a question; without one, a conversation starts",
     "max_new_tokens": "longest answer, in tokens",
     "temperature": "0 is greedy; default: greedy",
@@ -108,7 +109,7 @@ class _Flags(BaseSettings):
     config: Annotated[str | None, Field(description=HELP["config"])] = None
     log_level: Annotated[str, Field(description=HELP["log_level"])] = "WARNING"
     speculative_algorithm: Annotated[
-        Literal["deepseek_mtp"] | None, Field(description=HELP["speculative_algorithm"])
+        str | None, Field(description=HELP["speculative_algorithm"])
     ] = None
     speculative_num_draft_tokens: Annotated[
         int | None, Field(ge=0, description=HELP["speculative_num_draft_tokens"])
@@ -137,7 +138,7 @@ class _Flags(BaseSettings):
         if self.speculative_algorithm is None and not drafts:
             return None
         return SpeculativeConfig(
-            method=self.speculative_algorithm or "deepseek_mtp",
+            method=self.speculative_algorithm or DRAFT_METHOD,
             num_speculative_tokens=1 if drafts is None else drafts,
         )
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from rich.table import Table
 
-from millpond.config import PAGE, ModelFacts, Resolved, human
+from millpond.config import PAGE, ModelFacts, Resolved
+from millpond.units import human
 
 
 def lengths(resolved: Resolved) -> list[int]:
@@ -49,6 +50,19 @@ def table(resolved: Resolved, facts: ModelFacts) -> Table:
     made.add_row("checkpoints", "", r.checkpoint_mode, "")
     for note in r.notes:
         made.add_row(f"[yellow]note[/yellow] {note}", "", "", "")
+    return made
+
+
+def drafts(seats: Mapping[int, int], slot_bytes: int) -> Table:
+    """What a sequence takes beside its pages, by drafts a step; `seats` gives a seat's bytes."""
+    made = Table(title="memory of one sequence beside its pages", title_justify="left")
+    made.add_column("drafts a step")
+    for name in ("state", "seat", "all", "(drafts + 1) states"):
+        made.add_column(name, justify="right")
+    for count, seat in seats.items():
+        several = (count + 1) * slot_bytes
+        sizes = (slot_bytes, seat, slot_bytes + seat, several)
+        made.add_row(str(count), *map(human, sizes))
     return made
 
 

@@ -7,9 +7,10 @@ import random
 import pytest
 import torch
 
-from millpond.config import GIB, ModelFacts, PytorchEngineConfig, resolve
+from millpond.config import ModelFacts, PytorchEngineConfig, resolve
 from millpond.memory.arena import Arenas
 from millpond.memory.layout import EntrySpec, ModelLayout, TensorSpec
+from millpond.units import GIB
 from tests.faults.house import House, prompt
 from tests.support.fake_model import fake_layout
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from millpond.config import GIB, MIB, ModelFacts, PytorchEngineConfig, resolve
+from millpond.config import ModelFacts, PytorchEngineConfig, resolve
 from millpond.errors import Refused
+from millpond.units import GIB, MIB
 
 SMALL = ModelFacts("small", 300_000, 40_000, 2_000, 4_000_000, 8_192)
 LARGE = ModelFacts("large", 140 * MIB, 3 * MIB, 40_000, 100 * GIB, 262_144)

@@ -110,7 +110,8 @@ def test_a_bad_flag_is_one_line_and_status_2(argv, words, capsys):
         (["chat", "hi", "--model", "/absent"], ["/absent", "millpond-tiny-glm"]),
         (["chat", "hi", "--tp", "2"], ["tp=2"]),
         (["chat", "hi", "--prefill-save-alignment", "100"], ["100", "64"]),
-        (["serve", "--server-port", "0", "--speculative-num-draft-tokens", "3"], ["drafting"]),
+        (["serve", "--server-port", "0", "--speculative-num-draft-tokens", "8"], ["0 to 7"]),
+        (["serve", "--server-port", "0", "--speculative-algorithm", "eagle"], ["eagle"]),
         (
             "serve --server-port 0 --checkpoint-mode split --no-enable-prefix-caching".split(),
             ["split"],

@@ -17,6 +17,7 @@ from millpond.front.plan import line, table
 from millpond.front.terminal import Chat
 from millpond.front.text import Tokenizer
 from tests.front.conftest import BUNDLED, make_service
+from tests.support.published import glm_flash
 
 WISH = GenerationConfig(max_new_tokens=64)
 
@@ -103,6 +104,23 @@ def test_the_doctor_needs_no_more_than_a_configuration(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "big on cpu" in out
     assert "verdict" in out
+
+
+def test_the_doctor_tells_what_a_sequence_takes_with_drafts(tmp_path, capsys):
+    """One state however many drafts: 140.8 MiB, and rings of raw inputs in the seat."""
+    path = tmp_path / "flash" / "config.json"
+    path.parent.mkdir()
+    path.write_text(json.dumps(glm_flash()))
+    config = PytorchEngineConfig(dtype="bfloat16", cache_memory="400GiB")
+    assert doctor.run(str(path), config, SpeculativeConfig(num_speculative_tokens=1)) == 0
+    said = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines()]
+    told = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in said if len(row) == 5}
+    assert told == {
+        "0": ["140.8 MiB", "25.0 KiB", "140.8 MiB", "140.8 MiB"],
+        "1": ["140.8 MiB", "4.3 MiB", "145.1 MiB", "281.6 MiB"],
+        "3": ["140.8 MiB", "12.9 MiB", "153.7 MiB", "563.1 MiB"],
+        "5": ["140.8 MiB", "21.4 MiB", "162.2 MiB", "844.7 MiB"],
+    }
 
 
 def test_the_doctor_says_why_a_model_cannot_be_served(tmp_path, capsys):
