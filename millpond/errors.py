@@ -4,7 +4,8 @@ MillpondError
 ├── Refused        a configuration, model or device that cannot serve: raised at start
 ├── Rejected       one request that cannot be served as asked: HTTP 4xx, ValueError in Python
 ├── Unavailable    no capacity at present: the caller waits, queues or tries later
-│   └── Exhausted  a pool has nothing free and nothing evictable
+│   ├── Exhausted  a pool has nothing free and nothing evictable
+│   └── Busy       as many requests are under way as may be: HTTP 429
 ├── StepFailed     one forward failed; its requests are recomputed or ended with an error
 └── Broken         an invariant of ours does not hold: a bug in millpond
     └── LeaseError a lease was used after it was spent, twice, or beyond its right
@@ -38,6 +39,14 @@ class Unavailable(MillpondError):
 
 class Exhausted(Unavailable):
     """A pool has nothing free."""
+
+
+class Busy(Unavailable):
+    """As many requests are under way as may be. `retry_after`: seconds after which to try again."""
+
+    def __init__(self, message: str, *, retry_after: int = 1) -> None:
+        super().__init__(message)
+        self.retry_after = retry_after
 
 
 class StepFailed(MillpondError):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from starlette.responses import Response
 
-from millpond.errors import MillpondError, Rejected, Unavailable
+from millpond.errors import Busy, MillpondError, Rejected, Unavailable
 from millpond.front.answer import Answer, TextToken
 from millpond.front.text import Tokenizer
 from millpond.plan.step import TokenLogprob
@@ -32,8 +33,38 @@ def error_body(
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
+def refusal(
+    path: str, body: dict[str, Any], status: int, headers: Mapping[str, str] | None = None
+) -> Response:
+    """An error in the shape that the clients of `path` read; `body` is in the wrapped one."""
+    return reply(messages_error(body, status) if speaks_anthropic(path) else body, status, headers)
+
+
+def speaks_anthropic(path: str) -> bool:
+    """Whether a route answers in the shapes of Anthropic's messages API."""
+    return path == "/v1/messages" or path.startswith("/v1/messages/")
+
+
+_ANTHROPIC_KINDS = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+def messages_error(body: dict[str, Any], status: int) -> dict[str, Any]:
+    """The wrapped shape turned into that of Anthropic's API."""
+    kind = _ANTHROPIC_KINDS.get(status, "api_error" if status >= 500 else "invalid_request_error")
+    return {"type": "error", "error": {"type": kind, "message": body["error"]["message"]}}
+
+
 def status_of(error: MillpondError) -> int:
     """4xx for what the caller did, 503 for what time may cure, 500 for our own faults."""
+    if isinstance(error, Busy):
+        return 429
     if isinstance(error, Rejected):
         return 404 if error.code == "model_not_found" else 400
     return 503 if isinstance(error, Unavailable) else 500
@@ -45,13 +76,15 @@ def error_of(error: MillpondError) -> dict[str, Any]:
         return error_body(
             str(error), kind="invalid_request_error", code=error.code, param=error.param
         )
+    if isinstance(error, Busy):
+        return error_body(str(error), kind="rate_limit_error", code="queue_full")
     if isinstance(error, Unavailable):
         return error_body(str(error), kind="service_unavailable", code="unavailable")
     return error_body(str(error), kind="server_error", code=type(error).__name__)
 
 
 def usage(answers: Iterable[Answer]) -> dict[str, Any]:
-    """Token counts over all prompts of a request."""
+    """Token counts over all prompts of a request, and how the prompts met the prefix cache."""
     answers = list(answers)
     prompt = sum(a.prompt_tokens for a in answers)
     completion = sum(a.completion_tokens for a in answers)
@@ -59,7 +92,10 @@ def usage(answers: Iterable[Answer]) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
-        "prompt_tokens_details": {"cached_tokens": sum(a.cached_tokens for a in answers)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(a.cached_tokens for a in answers),
+            "prefix_outcomes": dict(Counter(a.outcome.reason for a in answers if a.outcome)),
+        },
     }
 
 
@@ -101,14 +137,15 @@ class CompletionLogprobs:
         self._offset = offset
 
     def prompt(
-        self, tokens: Sequence[int], entries: Sequence[TokenLogprob] | None
+        self, tokens: Sequence[int], entries: Sequence[TokenLogprob] | None, count: int | None
     ) -> dict[str, Any]:
-        """Of an echoed prompt; its first token has none."""
+        """Of an echoed prompt with `count` alternatives; its first token has none."""
         known = {e.position: e for e in entries or ()}
         made = self._empty()
         for i, token in enumerate(tokens):
             found = known.get(i)
-            self._add(made, token, found.logprob if found else None, found.top if found else None)
+            top = found.top[:count] if found else ()
+            self._add(made, token, found.logprob if found else None, top)
         return made
 
     def generated(self, tokens: Sequence[TextToken]) -> dict[str, Any]:
@@ -126,11 +163,13 @@ class CompletionLogprobs:
         made: dict[str, Any],
         token: int,
         logprob: float | None,
-        top: Sequence[tuple[int, float]] | None,
+        top: Sequence[tuple[int, float]],
     ) -> None:
         made["tokens"].append(self._label(token))
         made["token_logprobs"].append(None if logprob is None else _finite(logprob))
-        best = {} if top is None else {self._label(i): _finite(p) for i, p in top}
+        best = {self._label(i): _finite(p) for i, p in top}
+        if logprob is not None:  # the token itself is always among them
+            best.setdefault(self._label(token), _finite(logprob))
         made["top_logprobs"].append(best or None)
         made["text_offset"].append(self._offset)
         self._offset += len(self._tokenizer.token_text(token))
@@ -142,6 +181,28 @@ class CompletionLogprobs:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + "".join(f"\\x{b:02x}" for b in data)
+
+
+def prompt_logprobs(
+    tokenizer: Tokenizer, answer: Answer, count: int
+) -> list[dict[str, dict[str, Any]] | None]:
+    """Log probabilities of a prompt's tokens by token id, as vLLM shows them; none of the first.
+
+    The token itself comes first, then `count` alternatives; `rank` is 1 for the likeliest, null
+    for a token that is not among the alternatives.
+    """
+
+    def entry(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
+        text = tokenizer.token_text(token)
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+
+    made: list[dict[str, dict[str, Any]] | None] = [None] * answer.prompt_tokens
+    for found in answer.prompt_logprobs or ():
+        ranks = {token: rank for rank, (token, _) in enumerate(found.top[:count], 1)}
+        own = {str(found.token): entry(found.token, found.logprob, ranks.get(found.token))}
+        others = {str(t): entry(t, p, ranks[t]) for t, p in found.top[:count]}
+        made[found.position] = own | others
+    return made
 
 
 def _finite(logprob: float) -> float:

@@ -1,4 +1,4 @@
-"""A user's wishes to the engine's sampling parameters: defaults filled in, limits checked."""
+"""A user's wishes to the engine's sampling parameters: defaults filled in, nothing judged."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from millpond.config import GenerationConfig
-from millpond.errors import Rejected
 from millpond.front.text import read_json
 from millpond.plan.sampling import SamplingParams
 
@@ -42,52 +41,22 @@ def to_params(
     wish: GenerationConfig,
     defaults: Defaults,
     *,
-    prompt_tokens: int,
     session_len: int,
     vocab_size: int,
-    max_samples: int,
     prompt_logprobs: int | None = None,
     fill: bool = False,
 ) -> SamplingParams:
     """The engine's parameters for one prompt; `fill` lets the answer take all the room there is.
 
-    Raises `Rejected` naming the field for what this model or engine cannot do. An answer is never
-    longer than the room the prompt leaves in `session_len`.
+    Nothing is judged here: the engine knows what can be served, and ends an answer where its
+    context ends.
     """
-    room = session_len - prompt_tokens
-    if prompt_tokens < 1:
-        raise Rejected("the prompt is empty", param="prompt", code="empty_prompt")
-    if room < 1:
-        raise Rejected(
-            f"the prompt has {prompt_tokens} tokens, the longest that can be served has "
-            f"{session_len - 1}",
-            param="prompt",
-            code="context_length_exceeded",
-        )
-    if wish.response_format not in (None, {"type": "text"}):
-        raise Rejected(
-            "response_format is not supported yet", param="response_format", code="unsupported"
-        )
-    if wish.n > max_samples:
-        raise Rejected(f"n={wish.n} is more than the {max_samples} that run at once", param="n")
-    limit = room if fill else min(room, wish.max_new_tokens)
-    least = wish.min_new_tokens or 0
-    if least > limit:
-        raise Rejected(f"min_tokens={least} is more than the {limit} allowed", param="min_tokens")
-    bias = tuple((wish.logit_bias or {}).items())
-    for name, ids in (
-        ("logit_bias", [i for i, _ in bias]),
-        ("stop_token_ids", wish.stop_token_ids),
-    ):
-        wrong = next((i for i in ids or () if not 0 <= i < vocab_size), None)
-        if wrong is not None:
-            raise Rejected(f"{name}: {wrong} is not a token (0 to {vocab_size - 1})", param=name)
     temperature = defaults.temperature if wish.temperature is None else wish.temperature
     if temperature < COLDEST:
         temperature = 0.0
     return SamplingParams(
-        max_tokens=limit,
-        min_tokens=least,
+        max_tokens=session_len if fill else wish.max_new_tokens,
+        min_tokens=wish.min_new_tokens or 0,
         temperature=temperature if wish.do_sample else 0.0,
         top_p=defaults.top_p if wish.top_p is None else wish.top_p,
         # More than there are tokens keeps all of them, and may be more than a device can count.
@@ -101,7 +70,7 @@ def to_params(
         presence_penalty=wish.presence_penalty,
         frequency_penalty=wish.frequency_penalty,
         seed=secrets.randbits(63) if wish.random_seed is None else wish.random_seed,
-        logit_bias=bias,
+        logit_bias=tuple((wish.logit_bias or {}).items()),
         stop_token_ids=wish.stop_token_ids or (),
         ignore_eos=wish.ignore_eos,
         logprobs=wish.logprobs,

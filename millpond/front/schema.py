@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     ConfigDict,
     Field,
@@ -21,25 +22,51 @@ from pydantic import (
 from millpond.config import GenerationConfig
 from millpond.errors import Rejected
 
-_REFUSED: dict[str, str] = {
-    "functions": "use tools",
-    "function_call": "use tool_choice",
-    "audio": "audio output",
-    "prediction": "predicted output",
-    "suffix": "text to insert before",
-    "use_beam_search": "beam search",
-    "prompt_logprobs": "use echo with logprobs on completions",
-    "structured_outputs": "structured output",
-    "guided_json": "structured output",
-    "guided_regex": "structured output",
-    "guided_choice": "structured output",
-    "guided_grammar": "structured output",
-    "regex": "structured output",
-    "ebnf": "structured output",
-    "json_schema": "structured output",
-    "thinking_token_budget": "a thinking budget",
-    "lora_path": "adapters",
+REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "functions": ("use tools", ()),
+    "function_call": ("use tool_choice", ("none", "auto")),
+    "audio": ("audio output", ()),
+    "prediction": ("predicted output", ()),
+    "web_search_options": ("searching", ()),
+    "suffix": ("text to insert before", ()),
+    "use_beam_search": ("beam search", ()),
+    "length_penalty": ("beam search", (1, 1.0)),
+    "early_stopping": ("beam search", ()),
+    "bad_words": ("forbidden words; use logit_bias", ()),
+    "allowed_token_ids": ("a list of all that is allowed; use logit_bias", ()),
+    "logprob_token_ids": ("log probabilities of chosen tokens", ()),
+    "truncate_prompt_tokens": ("shortening a prompt", (-1,)),
+    "include_stop_str_in_output": ("an answer that ends with its stop string", ()),
+    "no_stop_trim": ("an answer that ends with its stop string", ()),
+    "stop_regex": ("stopping at an expression; use stop", ()),
+    "spaces_between_special_tokens": ("text without the spaces", (True,)),
+    "logits_processors": ("code in a request", ()),
+    "custom_logit_processor": ("code in a request", ()),
+    "custom_params": ("code in a request", ()),
+    "chat_template": ("a template of the request's own", ()),
+    "documents": ("documents beside messages", ()),
+    "prompt_embeds": ("embeddings as a prompt", ()),
+    "input_embeds": ("embeddings as a prompt", ()),
+    "mm_processor_kwargs": ("other media than text", ()),
+    "image_data": ("other media than text", ()),
+    "audio_data": ("other media than text", ()),
+    "video_data": ("other media than text", ()),
+    "kv_transfer_params": ("a prompt computed elsewhere", ()),
+    "return_hidden_states": ("hidden states", ()),
+    "structural_tag": ("a structural tag", ()),
+    "lora_path": ("adapters", ()),
+    "response_format": ("structured output", ({"type": "text"},)),
+    "structured_outputs": ("structured output", ()),
+    "guided_json": ("structured output", ()),
+    "guided_regex": ("structured output", ()),
+    "guided_choice": ("structured output", ()),
+    "guided_grammar": ("structured output", ()),
+    "regex": ("structured output", ()),
+    "ebnf": ("structured output", ()),
+    "json_schema": ("structured output", ()),
+    "thinking_token_budget": ("a thinking budget", ()),
 }
+"""Fields that are known and not served: what they ask for, and values that ask for nothing."""
 
 
 def explain(error: ValidationError) -> str:
@@ -84,6 +111,18 @@ PromptField = Annotated[
     PlainValidator(_prompt),
     WithJsonSchema({"anyOf": [*_STRINGS["anyOf"], _IDS, {"type": "array", "items": _IDS}]}),
 ]
+
+
+def _unicode(value: str) -> str:
+    """Text that can be written as UTF-8, which half of a surrogate pair cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("is not valid Unicode") from error
+    return value
+
+
+Text = Annotated[str, AfterValidator(_unicode)]
 StopField = Annotated[tuple[str, ...], PlainValidator(_stop), WithJsonSchema(_STRINGS)]
 
 
@@ -118,17 +157,14 @@ class StreamOptions(BaseModel):
     continuous_usage_stats: bool = False
 
 
-class Generate(Request):
-    """Fields of every route that generates text."""
+class Sampling(Request):
+    """How an answer is drawn: fields that every route which generates text takes by these names."""
 
-    model: str | None = None
-    max_tokens: int | None = Field(default=None, ge=0)
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     min_p: float | None = None
     n: int = Field(default=1, ge=1)
-    best_of: int | None = None
     stop: StopField = ()
     stop_token_ids: list[int] = []
     seed: int | None = None
@@ -140,34 +176,16 @@ class Generate(Request):
     min_tokens: int | None = Field(default=None, ge=0)
     min_new_tokens: int | None = Field(default=None, ge=0)
     skip_special_tokens: bool = True
-    response_format: dict[str, Any] | None = None
-    stream: bool = False
-    stream_options: StreamOptions = StreamOptions()
-    cache_salt: str = ""
-    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
-    return_token_ids: bool = False
 
     def refuse_unsupported(self) -> None:
         """Raise `Rejected` naming a field that is known but cannot be served."""
-        for name, what in _REFUSED.items():
-            if (self.model_extra or {}).get(name) not in (None, False):
+        for name, value in (self.model_extra or {}).items():
+            what, harmless = REFUSED.get(name, ("", (value,)))
+            if value is not False and value not in harmless:
                 raise Rejected(f"{name} is not supported: {what}", param=name, code="unsupported")
-        try:
-            self.cache_salt.encode()
-        except UnicodeEncodeError as error:
-            raise Rejected("cache_salt is not valid Unicode", param="cache_salt") from error
-        if self.best_of is not None and self.best_of != 1:
-            raise Rejected("best_of must be 1", param="best_of", code="unsupported")
-        kind = (self.response_format or {}).get("type", "text")
-        if kind != "text":
-            raise Rejected(
-                f"response_format {kind!r} is not supported yet",
-                param="response_format",
-                code="unsupported",
-            )
 
     def wish(self, *, max_tokens: int | None, logprobs: int | None) -> GenerationConfig:
-        """The same request in the words of `GenerationConfig`; limits are checked there."""
+        """The same request in the words of `GenerationConfig`."""
         try:
             bias = {int(k): v for k, v in self.logit_bias.items()}
         except ValueError as error:
@@ -201,67 +219,27 @@ class Generate(Request):
             raise Rejected(explain(error), param=str(first[0]) if first else None) from error
 
 
-class ChatRequest(Generate):
-    """Body of `/v1/chat/completions`."""
+class Generate(Sampling):
+    """Fields that chat completions and completions share."""
 
-    required: ClassVar[frozenset[str]] = frozenset({"messages"})
-    messages: list[dict[str, Any]]
-    max_completion_tokens: int | None = Field(default=None, ge=0)
-    logprobs: bool = False
-    top_logprobs: int | None = Field(default=None, ge=0, le=20)
-    tools: list[dict[str, Any]] = []
-    tool_choice: str | dict[str, Any] | None = None
-    modalities: list[str] = []
-    reasoning_effort: str | None = None
-    include_reasoning: bool = True
-    separate_reasoning: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
-    add_generation_prompt: bool = True
-    continue_final_message: bool = False
+    model: str | None = None
+    max_tokens: int | None = Field(default=None, ge=0)
+    best_of: int | None = None
+    prompt_logprobs: int | None = Field(default=None, ge=0, le=20)
+    stream: bool = False
+    stream_options: StreamOptions = StreamOptions()
+    cache_salt: Text = ""
+    priority: int = Field(default=0, ge=-(2**31), lt=2**31)
+    return_token_ids: bool = False
 
     def refuse_unsupported(self) -> None:
-        """As for every route, and what concerns tools and other media."""
+        """As for every route, and what a stream cannot carry."""
         super().refuse_unsupported()
-        if self.tool_choice not in (None, "auto", "none"):
+        if self.best_of is not None and self.best_of != 1:
+            raise Rejected("best_of must be 1", param="best_of", code="unsupported")
+        if self.stream and self.prompt_logprobs is not None:
             raise Rejected(
-                f"tool_choice {self.tool_choice!r} is not supported yet, only auto and none",
-                param="tool_choice",
+                "prompt_logprobs does not go with stream",
+                param="prompt_logprobs",
                 code="unsupported",
             )
-        if any(m != "text" for m in self.modalities):
-            raise Rejected("modalities: only text", param="modalities", code="unsupported")
-        if self.top_logprobs is not None and not self.logprobs:
-            raise Rejected("top_logprobs needs logprobs: true", param="top_logprobs")
-
-
-class CompletionRequest(Generate):
-    """Body of `/v1/completions`."""
-
-    required: ClassVar[frozenset[str]] = frozenset({"prompt"})
-    prompt: PromptField
-    echo: bool = False
-    logprobs: int | None = Field(default=None, ge=0, le=20)
-    add_special_tokens: bool = True
-
-
-class TokenizeRequest(Request):
-    """Body of `/tokenize`: a prompt, or messages for the chat template."""
-
-    required: ClassVar[frozenset[str]] = frozenset({"prompt"})
-    model: str | None = None
-    prompt: str | None = None
-    messages: list[dict[str, Any]] = []
-    tools: list[dict[str, Any]] = []
-    add_special_tokens: bool = True
-    add_generation_prompt: bool = True
-    chat_template_kwargs: dict[str, Any] = {}
-    return_token_strs: bool = False
-
-
-class DetokenizeRequest(Request):
-    """Body of `/detokenize`."""
-
-    required: ClassVar[frozenset[str]] = frozenset({"tokens"})
-    model: str | None = None
-    tokens: list[int]
-    skip_special_tokens: bool = False

@@ -18,7 +18,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import millpond
 from millpond.errors import MillpondError, Refused
-from millpond.front import openai, operations, replies
+from millpond.front import operations, replies
+from millpond.front.routes.all import routers
 from millpond.front.service import Service
 from millpond.front.transport import ClientGone
 from millpond.telemetry import logger
@@ -35,7 +36,8 @@ def build_app(service: Service) -> FastAPI:
         docs_url=None,  # its pages load scripts from elsewhere
         redoc_url=None,
     )
-    app.include_router(openai.routes(service))
+    for router in routers(service):
+        app.include_router(router)
     app.include_router(operations.routes(service))
     app.add_exception_handler(MillpondError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)
@@ -51,7 +53,7 @@ async def _ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, MillpondError)
     status = replies.status_of(error)
     headers = {"retry-after": "1"} if status == 503 else None
-    return replies.reply(replies.error_of(error), status, headers)
+    return replies.refusal(request.url.path, replies.error_of(error), status, headers)
 
 
 async def _invalid(request: Request, error: Exception) -> Response:
@@ -68,7 +70,7 @@ async def _invalid(request: Request, error: Exception) -> Response:
     body = replies.error_body(
         "; ".join(parts)[:2000], kind="invalid_request_error", code="invalid_value", param=param
     )
-    return replies.reply(body, 400)
+    return replies.refusal(request.url.path, body, 400)
 
 
 async def _http(request: Request, error: Exception) -> Response:
@@ -79,7 +81,7 @@ async def _http(request: Request, error: Exception) -> Response:
         kind="invalid_request_error",
         code=f"http_{error.status_code}",
     )
-    return replies.reply(body, error.status_code, error.headers)
+    return replies.refusal(request.url.path, body, error.status_code, error.headers)
 
 
 async def _gone(request: Request, error: Exception) -> Response:
@@ -90,7 +92,7 @@ async def _unforeseen(request: Request, error: Exception) -> Response:
     body = replies.error_body(
         "an unforeseen error; the server's log has it", kind="server_error", code="internal"
     )
-    return replies.reply(body, 500)
+    return replies.refusal(request.url.path, body, 500)
 
 
 class _Envelope:

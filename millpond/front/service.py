@@ -68,17 +68,7 @@ class Service:
     metrics: Metrics = field(default_factory=Metrics)
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
-
-    def encode(self, prompt: str | Sequence[int], *, add_special_tokens: bool = True) -> list[int]:
-        """Ids of a prompt that is text, or ids already; the latter are checked."""
-        if isinstance(prompt, str):
-            return self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
-        wrong = next((i for i in prompt if not 0 <= i < self.vocab_size), None)
-        if wrong is not None:
-            raise Rejected(
-                f"{wrong} is not a token of this model (0 to {self.vocab_size - 1})", param="prompt"
-            )
-        return list(prompt)
+    force_usage: bool = False  # streams carry usage even when it is not asked for
 
     def ask(
         self,
@@ -91,14 +81,16 @@ class Service:
         **how: Any,
     ) -> Ask:
         """An `Ask` for a prompt as it stands; `how` are fields of `Ask`. Raises `Rejected`."""
-        tokens = self.encode(prompt, add_special_tokens=add_special_tokens)
+        if not isinstance(prompt, str):
+            tokens = list(prompt)
+        else:
+            self.tokenizer.refuse_hopeless(prompt, self.resolved.session_len - 1)
+            tokens = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
         params = to_params(
             wish,
             self.defaults,
-            prompt_tokens=len(tokens),
             session_len=self.resolved.session_len,
             vocab_size=self.vocab_size,
-            max_samples=self.resolved.max_batch_size,
             prompt_logprobs=prompt_logprobs,
             fill=fill,
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,19 @@ def _byte_of_char() -> dict[str, int]:
 _BYTE_OF_CHAR = _byte_of_char()
 
 
+def _keeps_bytes(raw: Mapping[str, Any]) -> bool:
+    """Whether all bytes of a text are in its tokens: nothing is normalised, stripped or dropped."""
+    before = raw.get("pre_tokenizer") or {}
+    parts = before.get("pretokenizers", [before])
+    return (
+        raw.get("normalizer") is None
+        and raw.get("truncation") is None
+        and all(p.get("type") in ("Split", "ByteLevel", "Digits") for p in parts)
+        and all(p.get("behavior") != "Removed" for p in parts)
+        and not any(t.get("lstrip") or t.get("rstrip") for t in raw.get("added_tokens") or ())
+    )
+
+
 class Tokenizer:
     """A byte-level BPE tokenizer read from `tokenizer.json` and `tokenizer_config.json`."""
 
@@ -53,6 +66,31 @@ class Tokenizer:
         self.special = frozenset(i for i, t in self.added.items() if t.special)
         self.vocab_size = self._fast.get_vocab_size(with_added_tokens=True)
         self._bytes: dict[int, bytes] = {}
+        self._keeps_bytes = _keeps_bytes(raw)
+        self._longest: int | None = None
+
+    def fewest_tokens(self, text: str) -> int:
+        """A number of tokens that `text` certainly has, found without tokenising it.
+
+        No token stands for more bytes than the longest one of the vocabulary. 0 where the
+        tokenizer may drop or rewrite some of the text.
+        """
+        if not self._keeps_bytes:
+            return 0
+        if self._longest is None:
+            self._longest = max(len(self.token_bytes(t)) for t in range(self.vocab_size))
+        return -(-len(text.encode("utf-8", "replace")) // self._longest)
+
+    def refuse_hopeless(self, text: str, limit: int) -> None:
+        """Raise `Rejected` for text that must be more than `limit` tokens, before tokenising it."""
+        fewest = self.fewest_tokens(text)
+        if fewest > limit:
+            raise Rejected(
+                f"the prompt has at least {fewest} tokens, the longest that can be served has "
+                f"{limit}; shorten the prompt",
+                param="prompt",
+                code="context_length_exceeded",
+            )
 
     def named(self, key: str) -> str | None:
         """The text of `eos_token`, `bos_token` and the like, or None."""

@@ -93,7 +93,7 @@ def test_the_models_own_sampling_defaults_are_read(tmp_path: Path):
 def test_what_a_request_leaves_open_the_model_decides():
     own = {"top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
     said = {"top_p": 0.8, "top_k": 5, "min_p": 0.2, "repetition_penalty": 1.2}
-    limits = {"prompt_tokens": 3, "session_len": 64, "vocab_size": 100, "max_samples": 4}
+    limits = {"session_len": 64, "vocab_size": 100}
     for wish, expected in (({}, own), (said, said)):
         config = GenerationConfig(do_sample=True, **wish)
         params = to_params(config, Defaults(temperature=0.6, **own), **limits)

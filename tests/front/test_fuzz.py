@@ -9,7 +9,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from millpond.front.schema import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from millpond.front.routes.chat import ChatRequest
+from millpond.front.routes.completions import CompletionRequest
+from millpond.front.routes.tokens import DetokenizeRequest, TokenizeRequest
 from millpond.front.text import Tokenizer
 from tests.front.conftest import Running, held, make_service, wait_for
 

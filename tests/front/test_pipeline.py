@@ -125,7 +125,7 @@ def test_a_prompt_that_cannot_be_served_is_a_value_error(pipe, prompt):
 
 
 def test_a_prompt_that_is_too_long_is_refused_with_both_numbers(pipe):
-    with pytest.raises(Rejected, match=r"600.*511"):
+    with pytest.raises(Rejected, match=r"600.*allows 512"):
         pipe([5] * 600)
 
 

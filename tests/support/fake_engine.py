@@ -9,6 +9,8 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from contextlib import suppress
 
+from millpond.engine import submission
+from millpond.engine.settings import EngineSettings
 from millpond.engine.types import (
     Delta,
     EngineRequest,
@@ -17,10 +19,18 @@ from millpond.engine.types import (
     TokenOut,
 )
 from millpond.errors import Unavailable
-from millpond.plan.step import TokenLogprob
+from millpond.plan.step import Capabilities, TokenLogprob
 
 Script = Callable[[EngineRequest, int], list[int]]
 """From a request and a sample index to the tokens that would be generated, without end."""
+
+
+SETTINGS = EngineSettings(max_batch_size=8, max_prefill_tokens=512, session_len=512)
+CAPABILITIES = Capabilities(
+    num_slots=8, num_pages=100, num_seats=8, export_granularity=64, vocab_size=2048,
+    max_position=512,
+)  # fmt: skip
+"""What is refused, is refused by the real engine's own rules."""
 
 
 class FakeStream:
@@ -81,6 +91,7 @@ class FakeEngine:
             raise error
         if self.closed or not self.healthy:
             raise Unavailable("the engine is closed")
+        submission.check(request, SETTINGS, CAPABILITIES)
         stream = FakeStream(self, request)
         self.requests.append(request)
         stop = self.running[request.request_id] = threading.Event()
@@ -185,7 +196,7 @@ class FakeEngine:
             generated_tokens=self.generated,
             prefix_tokens={"hit": 0, "never_seen": 0},
             checkpoints_published={"prompt_end": 0},
-            checkpoints_skipped=0,
+            checkpoints_skipped={},
             checkpoints_evicted=0,
             preemptions=0,
             nonfinite=0,
