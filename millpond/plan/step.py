@@ -116,11 +116,31 @@ class FanOut(msgspec.Struct, frozen=True, array_like=True, gc=False):
     target_page: PageId | None
 
 
+class SeatMask(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Which tokens a seat may draw in this step, by place; None: all.
+
+    A known row draws at one place, a verify row at `num_drafts + 1`: after its certain token, and
+    after each draft. Bit `t % 8` of byte `t // 8` allows token t; `ceil(vocab_size / 32)` words of
+    four bytes.
+    """
+
+    seat: Seat
+    places: tuple[bytes | None, ...]
+
+
+class Drafts(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """The drafts that wait at a seat for the next step to verify them."""
+
+    seat: Seat
+    tokens: tuple[int, ...]
+
+
 class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     """One forward.
 
     Order on the device: poison, seat loads, page updates, forward, sample, fan out, propose drafts
-    for every seat that drew. Tokens are packed prefill, decode, verify.
+    for every seat that drew. Tokens are packed prefill, decode, verify. `masks` bind some of the
+    seats that draw; of those in `tell_drafts`, the drafts are reported.
     """
 
     step: int
@@ -130,6 +150,8 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     seat_loads: tuple[SeatLoad, ...] = ()
     page_updates: tuple[PageUpdate, ...] = ()
     fan_outs: tuple[FanOut, ...] = ()
+    masks: tuple[SeatMask, ...] = ()
+    tell_drafts: tuple[Seat, ...] = ()
     poison_slots: tuple[SlotId, ...] = ()
     poison_pages: tuple[PageId, ...] = ()
 
@@ -189,7 +211,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step really did: the tokens drawn and the (slot, end) pairs all layers wrote.
 
     `emitted` holds one token for each drawing seat of a known row, and for each verify row its
-    accepted drafts and one more, in order.
+    accepted drafts and one more, in order. `drafts` are those the plan asks to be told.
     """
 
     step: int
@@ -197,6 +219,7 @@ class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     verified: tuple[Verified, ...] = ()
     written: tuple[Written, ...] = ()
     prompt_logprobs: tuple[RowLogprobs, ...] = ()
+    drafts: tuple[Drafts, ...] = ()
 
 
 class Capabilities(msgspec.Struct, frozen=True, kw_only=True):

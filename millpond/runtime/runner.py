@@ -82,7 +82,9 @@ class ModelRunner:
         if drawn is None:
             return StepResult(step=plan.step, written=_report(plan, batch), prompt_logprobs=scores)
         if self.proposer is not None:
-            self._propose(self.proposer, plan, want, hidden, batch, drawn)
+            drafts = self._propose(self.proposer, plan, want, hidden, batch, drawn)
+            if plan.tell_drafts:
+                drawn = drawn.telling(plan.tell_drafts, drafts)
         outcome = self.verifier.report(drawn)
         return StepResult(
             step=plan.step,
@@ -90,6 +92,7 @@ class ModelRunner:
             verified=outcome.verified,
             written=_report(plan, batch, outcome.bases),
             prompt_logprobs=scores,
+            drafts=outcome.drafts,
         )
 
     def _sample(
@@ -102,7 +105,9 @@ class ModelRunner:
         drawn = None
         if want.num_drawn:
             drafted = Drafted.of(plan, batch)
-            drawn = self.verifier.draw(want.draws, self.model.logits(drawn_from), drafted)
+            drawn = self.verifier.draw(
+                want.draws, self.model.logits(drawn_from), drafted, plan.masks
+            )
         return drawn, self.verifier.score_prompts(want.scored, scored, self.model.logits)
 
     def _propose(
@@ -113,8 +118,8 @@ class ModelRunner:
         hidden: torch.Tensor,
         batch: ForwardBatch,
         drawn: Drawn,
-    ) -> None:
-        """Draft for every seat that drew, and set its counters."""
+    ) -> torch.Tensor:
+        """Draft for every seat that drew, and set its counters. -> the drafts [n, K] int64."""
         numbers = [(d.seat, d.position, want.at[d.row]) for d in want.draws]
         seat, base, last = self.verifier.seats.tensor(numbers).reshape(-1, 3).unbind(1)
         pending = torch.zeros_like(base)
@@ -150,6 +155,7 @@ class ModelRunner:
                 drafts=drafts,
             ),
         )
+        return drafts
 
     def _load_seats(self, loads: Sequence[SeatLoad]) -> None:
         seats = [load.seat for load in loads]

@@ -10,16 +10,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
+import numpy as np
 import torch
 
 from millpond.ops.batch import ForwardBatch, Sampled, VerifyRows
 from millpond.ops.bind import Bound
 from millpond.ops.reference.sampling import count_accepted, counts_before
 from millpond.plan.step import (
+    Drafts,
     Emitted,
     Row,
     RowLogprobs,
     SeatLoad,
+    SeatMask,
     StepPlan,
     TokenLogprob,
     Verified,
@@ -131,6 +134,14 @@ class Drawn:
     base: torch.Tensor  # [B] int64, the end of the rows' input slots
     scored: tuple[int, ...]  # the tokens whose log probabilities are asked for
     table: Table | None  # theirs
+    told: tuple[Seat, ...] = ()  # whose drafts are reported
+    drafts: torch.Tensor | None = None  # [told, K] int64, theirs
+
+    def telling(self, seats: Sequence[Seat], drafts: torch.Tensor) -> Drawn:
+        """With what was proposed to `seats`; `drafts` [n, K] are those of all that drew."""
+        row = {seat: index for index, seat in enumerate(self.known + self.verify)}
+        at = torch.tensor([row[seat] for seat in seats], device=drafts.device)
+        return replace(self, told=tuple(seats), drafts=drafts.index_select(0, at))
 
     @property
     def last(self) -> torch.Tensor:
@@ -143,11 +154,12 @@ class Drawn:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """`Drawn`, on the host. `bases` are those of the verify rows, in order."""
+    """`Drawn`, on the host. `bases` are those of the verify rows, in order; `drafts` as asked."""
 
     emitted: tuple[Emitted, ...]
     verified: tuple[Verified, ...]
     bases: tuple[int, ...]
+    drafts: tuple[Drafts, ...] = ()
 
 
 class Verifier:
@@ -161,12 +173,18 @@ class Verifier:
         """Install the sampling data of requests that take a seat."""
         self.seats.load(loads)
 
-    def draw(self, draws: Sequence[Draw], logits: torch.Tensor, drafted: Drafted | None) -> Drawn:
+    def draw(
+        self,
+        draws: Sequence[Draw],
+        logits: torch.Tensor,
+        drafted: Drafted | None,
+        masks: Sequence[SeatMask] = (),
+    ) -> Drawn:
         """Draw a token for each of `draws`, and one at every place of the verify rows.
 
         logits [L + B * (K + 1), V] fp32: L known rows, then the places. A draft is accepted if it
         and all before it are what was drawn in their places; where logits are not finite the run
-        ends, with that token as its last.
+        ends, with that token as its last. `masks` say what some seats may draw at each place.
         """
         known = tuple(d.seat for d in draws)
         count = drafted.tokens.numel() if drafted is not None else 0
@@ -186,6 +204,10 @@ class Verifier:
             seat = torch.cat((seat, drafted.rows.seats.repeat_interleave(drafted.rows.width)))
             position = torch.cat((position, drafted.positions.flatten() + 1))
         rows = self.seats.rows(seats, seat)
+        if masks:
+            width = 1 if drafted is None else drafted.rows.width
+            at, words = self._masked(masks, known, () if drafted is None else drafted.seats, width)
+            rows = replace(rows, allowed_row=at, allowed=words)
         sampled = self.seats.choose(logits, rows, position, generated)
         drawn = self._accept(known, sampled, drafted)
         if counting:
@@ -200,10 +222,18 @@ class Verifier:
 
     def report(self, drawn: Drawn) -> Outcome:
         """Copy to the host what a step drew: the one time that it waits for the device."""
-        numbers = (drawn.token, drawn.finite.long(), drawn.accepted, drawn.num_drafts, drawn.base)
+        drafts = drawn.token[:0] if drawn.drafts is None else drawn.drafts.flatten()
+        numbers = (
+            drawn.token,
+            drawn.finite.long(),
+            drawn.accepted,
+            drawn.num_drafts,
+            drawn.base,
+            drafts,
+        )
         sizes = [len(part) for part in numbers]
         packed = iter(torch.cat(numbers).tolist())
-        token, finite, accepted, num_drafts, bases = (list(islice(packed, n)) for n in sizes)
+        token, finite, accepted, num_drafts, bases, told = (list(islice(packed, n)) for n in sizes)
         extras: dict[int, tuple[float, Top]] = {}
         if drawn.table is not None:
             extras = dict(zip(drawn.scored, _on_host(drawn.table), strict=True))
@@ -223,7 +253,12 @@ class Verifier:
             first = len(drawn.known) + index * drawn.width
             tokens += [emitted(seat, first + i) for i in range(accepted[index] + 1)]
             verified.append(Verified(Seat(seat), num_drafts[index], accepted[index]))
-        return Outcome(tuple(tokens), tuple(verified), tuple(bases))
+        each = len(told) // max(len(drawn.told), 1)
+        waiting = tuple(
+            Drafts(seat, tuple(told[each * index : each * (index + 1)]))
+            for index, seat in enumerate(drawn.told)
+        )
+        return Outcome(tuple(tokens), tuple(verified), tuple(bases), waiting)
 
     def score_prompts(
         self, scored: Sequence[Scored], hidden: torch.Tensor, logits: Logits
@@ -252,6 +287,22 @@ class Verifier:
             found.append(RowLogprobs(request=s.row.request, entries=tuple(entries)))
             at += s.count
         return tuple(found)
+
+    def _masked(
+        self, masks: Sequence[SeatMask], known: Sequence[int], verify: Sequence[int], width: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The rows of logits that masks bind, and their masks: [A] int64, [A, W] int32."""
+        first = {seat: row for row, seat in enumerate(known)}
+        first |= {seat: len(known) + index * width for index, seat in enumerate(verify)}
+        bound = [
+            (first[mask.seat] + place, allowed)
+            for mask in masks
+            for place, allowed in enumerate(mask.places)
+            if allowed is not None
+        ]
+        packed = np.frombuffer(b"".join(allowed for _, allowed in bound), np.int32)
+        words = torch.from_numpy(packed.reshape(len(bound), -1).copy())
+        return self.seats.tensor([row for row, _ in bound]), words.to(self.seats.device)
 
     def _accept(self, known: tuple[int, ...], sampled: Sampled, drafted: Drafted | None) -> Drawn:
         token, finite = sampled.token, sampled.finite

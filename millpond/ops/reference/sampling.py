@@ -2,8 +2,9 @@
 
 The choice is argmax(filtered logits / T + Gumbel noise), with the noise a function of (seed, sample
 index, position, token id) alone: the same request draws the same tokens in any batch, with or
-without speculation. Order: logit bias, repetition, frequency and presence penalties, forbidden
-tokens, temperature, min-p, top-k, top-p (over what top-k left). Ties go to the lower token id.
+without speculation. Order: tokens that may not be drawn at all, logit bias, repetition, frequency
+and presence penalties, tokens forbidden for now, temperature, min-p, top-k, top-p (over what top-k
+left). Ties go to the lower token id.
 """
 
 from __future__ import annotations
@@ -60,6 +61,10 @@ class SamplingRows:
     any_noise: bool  # whether any row is not greedy
     # [F] int64: the position from which on the token may be drawn; None: at no position of the row.
     forbidden_until: torch.Tensor | None = None
+    # Rows that may draw some tokens only: [A] int64, and [A, ceil(V / 32)] int32, token t being bit
+    # t % 32 of word t // 32. A row that may draw none draws token 0.
+    allowed_row: torch.Tensor | None = None
+    allowed: torch.Tensor | None = None
 
 
 def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
@@ -76,8 +81,12 @@ def sample(logits: torch.Tensor, rows: SamplingRows) -> Sampled:
 
 
 def adjusted_logits(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
-    """logits [M, V] after bias, penalties and forbidden tokens; a copy."""
+    """logits [M, V] after masks, bias, penalties and forbidden tokens; a copy."""
     scores = logits.float().clone()
+    if rows.allowed_row is not None and rows.allowed is not None:
+        may = unpacked(rows.allowed, logits.shape[1])
+        masked = scores.index_select(0, rows.allowed_row).masked_fill(~may, float("-inf"))
+        scores.index_copy_(0, rows.allowed_row, masked)
     if rows.bias_row.numel():
         scores.index_put_((rows.bias_row, rows.bias_token), rows.bias_value, accumulate=True)
     if rows.any_penalty and rows.generated is not None and rows.in_prompt is not None:
@@ -95,6 +104,12 @@ def adjusted_logits(logits: torch.Tensor, rows: SamplingRows) -> torch.Tensor:
             barred = torch.where(early, barred, scores[at])
         scores[at] = barred
     return scores
+
+
+def unpacked(words: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Sets of tokens as bits [A, ceil(V / 32)] int32 -> [A, V] bool."""
+    token = torch.arange(vocab_size, device=words.device)
+    return (words[:, token // 32] >> (token % 32).int() & 1).bool()
 
 
 def counts_before(generated: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
