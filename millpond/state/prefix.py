@@ -11,8 +11,7 @@ from __future__ import annotations
 import heapq
 from array import array
 from collections import Counter, OrderedDict
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
 
 from millpond.errors import Broken, LeaseError
@@ -23,53 +22,24 @@ from millpond.state.checkpoint import (
     page_digest,
     root_digest,
 )
-from millpond.state.lease import PageId, Phase, ReaderLease, SlotId
+from millpond.state.lease import Phase, ReaderLease, SlotId
 from millpond.state.pages import PageHandle, PagePool
 from millpond.state.pool import StatePool
+from millpond.state.tree import NO_PAGE, PageNode, PrefixMatch
+from millpond.state.value import Departure, EvictionOrder, EvictionPolicy, nominal_seconds
+
+__all__ = ["PageNode", "PrefixIndex", "PrefixMatch"]
 
 REMEMBERED_EVICTIONS = 4096
 """Keys of evicted checkpoints kept to tell `evicted` from `never_seen`."""
-
-NO_PAGE = PageHandle(PageId(-1), -1)
-
-
-@dataclass(frozen=True, slots=True)
-class PrefixMatch:
-    """What the index knows of a prompt.
-
-    `end` (0: none), `checkpoint` and `pages`, the handles of tokens 0 .. end, are the deepest
-    usable state; `indexed_end` is how far whole pages of the prompt are indexed, with or without a
-    state. `reason` is one of hit, too_short, alignment, no_checkpoint, evicted, never_seen.
-    """
-
-    end: int
-    checkpoint: Checkpoint | None
-    pages: tuple[PageHandle, ...]
-    indexed_end: int
-    reason: str
-
-
-@dataclass(eq=False, slots=True)
-class PageNode:
-    """One indexed page. A root stands for a salt: no parent, and no page or tokens of its own."""
-
-    parent: PageNode | None
-    digest: bytes
-    tokens: bytes
-    page: PageHandle
-    depth: int  # pages from the root
-    salt: bytes
-    children: dict[bytes, PageNode] = field(default_factory=dict)
-    checkpoint: Checkpoint | None = None
-    last_used: int = 0
-    ticket: int = 0  # of its valid entry in the eviction queue, 0: none
 
 
 class PrefixIndex:
     """Finds the deepest checkpoint of a prompt, and decides what goes when room is needed.
 
     `alignment` is the spacing of prefill checkpoints, a multiple of `page_size`; it only tells why
-    a prompt missed.
+    a prompt missed. `seconds(start, end)` is the time to compute tokens start .. end again, which
+    eviction policy `value` saves; `lru` knows the last use only.
     """
 
     def __init__(
@@ -79,6 +49,8 @@ class PrefixIndex:
         page_size: int = 64,
         *,
         alignment: int | None = None,
+        seconds: Callable[[int, int], float] = nominal_seconds,
+        eviction_policy: EvictionPolicy = "value",
     ) -> None:
         self._pool = pool
         self._pages = pages
@@ -87,11 +59,17 @@ class PrefixIndex:
         self._roots: dict[bytes, PageNode] = {}
         self._checkpoints: dict[Checkpoint, PageNode] = {}
         self._num_pages = 0
-        self._evicted: OrderedDict[bytes, None] = OrderedDict()
-        self._queue: list[tuple[bool, int, int, PageNode]] = []  # leaves, least wanted first
+        self._by_slot: dict[SlotId, Checkpoint] = {}
+        self._evicted: OrderedDict[bytes, Departure] = OrderedDict()
+        self.order = EvictionOrder(seconds, eviction_policy)
+        self._queue: list[tuple[bool, float, int, PageNode]] = []  # leaves, least wanted first
         self._tickets = count(1)
         self._clock = count(1)
+        # By kind: checkpoints published, evicted, and used; and the tokens that uses saved.
+        self.published: Counter[AnchorKind] = Counter()
+        self.evicted: Counter[AnchorKind] = Counter()
         self.hits: Counter[AnchorKind] = Counter()
+        self.hit_tokens: Counter[AnchorKind] = Counter()
 
     # Find.
 
@@ -149,6 +127,8 @@ class PrefixIndex:
         self._pages.retain(match.pages)
         checkpoint.uses += 1
         self.hits[checkpoint.kind] += 1
+        self.hit_tokens[checkpoint.kind] += checkpoint.end
+        self.order.use(checkpoint)
         self._touch(checkpoint, self._checkpoints[checkpoint])
         return lease
 
@@ -172,7 +152,7 @@ class PrefixIndex:
         """
         self._require_whole(tokens, end, handles, lease)
         root = self._roots.get(salt) or PageNode(None, root_digest(salt), b"", NO_PAGE, 0, salt)
-        node = root
+        node, above = root, None
         fresh: list[PageNode] = []
         for depth, (_, digest, page) in enumerate(self._chain(tokens, end, salt)):
             child = node.children.get(digest) if not fresh else None
@@ -182,8 +162,10 @@ class PrefixIndex:
             elif child.tokens != page:  # two pages of one digest: the older stays
                 self._pool.release(lease)
                 return False
+            above = node.checkpoint or above
             node = child
         if node.checkpoint is not None and self._is_usable(node.checkpoint):
+            self.order.use(node.checkpoint)
             self._touch(node.checkpoint, node)
             self._pool.release(lease)
             return False
@@ -195,10 +177,15 @@ class PrefixIndex:
         self._num_pages += len(fresh)
         if node.checkpoint is not None:
             self._forget(node.checkpoint)
-        node.checkpoint = Checkpoint(CheckpointKey(node.digest, end), lease, kind)
-        self._checkpoints[node.checkpoint] = node
-        self._evicted.pop(node.digest, None)
-        self._touch(node.checkpoint, node)
+        checkpoint = Checkpoint(CheckpointKey(node.digest, end), lease, kind)
+        below = node.nearest_checkpoints()
+        missed = self._evicted.pop(node.digest, None)
+        node.checkpoint = checkpoint
+        self._checkpoints[checkpoint] = node
+        self._by_slot[lease.slot] = checkpoint
+        self.order.add(checkpoint, above, below, missed)
+        self.published[kind] += 1
+        self._touch(checkpoint, node)
         if not node.children and not node.ticket:
             self._enqueue(node)
         return True
@@ -206,37 +193,36 @@ class PrefixIndex:
     # Make room.
 
     def evict_slot(self, protect: Collection[Checkpoint] = frozenset()) -> bool:
-        """Free the slot of the least recently used checkpoint that nobody else holds.
+        """Free the slot of the checkpoint worth least, of those that nobody else holds.
 
         Its pages stay indexed. False when there is none outside `protect`.
         """
-        victims = [c for c in self._checkpoints if self._frees_a_slot(c) and c not in protect]
-        if not victims:
-            return False
-        self.drop(min(victims, key=lambda checkpoint: checkpoint.last_used))
-        return True
+        victim = self.order.least(lambda c: self._frees_a_slot(c) and c not in protect)
+        if victim is not None:
+            self._drop(victim, evicted=True)
+        return victim is not None
 
     def evict_pages(self, n: int) -> int:
         """Free up to `n` pages, leaf first; returns how many.
 
-        Leaves without a checkpoint go before those with one, and each least recently used first. A
-        page held by anybody else stays, and so does every page above it.
+        Leaves without a checkpoint go first, least recently used first; then those with one, in the
+        order of checkpoints. A page held by anybody else stays, and so does every page above it.
         """
         freed = 0
         kept = []
         while freed < n and self._queue:
             entry = heapq.heappop(self._queue)
-            carries, last_used, ticket, node = entry
+            carries, rank, ticket, node = entry
             if node.ticket != ticket:
                 continue
             if node.children:
                 node.ticket = 0
-            elif (carries, last_used) != (node.checkpoint is not None, node.last_used):
+            elif (carries, rank) != self._rank(node):
                 self._enqueue(node)
             elif not self._is_evictable(node):
                 kept.append(entry)
             else:
-                self._remove_leaf(node)
+                self._remove_leaf(node, evicted=True)
                 freed += 1
         for entry in kept:
             heapq.heappush(self._queue, entry)
@@ -246,13 +232,7 @@ class PrefixIndex:
         """Take a checkpoint out of the index. Its slot lives on while others hold it."""
         if checkpoint not in self._checkpoints:
             raise LeaseError(f"checkpoint {checkpoint.key} is not in the index")
-        node = self._checkpoints[checkpoint]
-        self._forget(checkpoint)
-        self._evicted[node.digest] = None
-        if len(self._evicted) > REMEMBERED_EVICTIONS:
-            self._evicted.popitem(last=False)
-        if not node.children:
-            self._enqueue(node)
+        self._drop(checkpoint)
 
     def forget(self, node: PageNode) -> None:
         """Take a page and everything below it out of the index, whoever else holds it."""
@@ -269,6 +249,8 @@ class PrefixIndex:
         self._pages.release(node.page for node in self.nodes())
         self._roots.clear()
         self._checkpoints.clear()
+        self._by_slot.clear()
+        self.order.clear()
         self._num_pages = 0
         self._evicted.clear()
         self._queue.clear()
@@ -307,7 +289,7 @@ class PrefixIndex:
 
     def checkpoint_at(self, slot: SlotId) -> Checkpoint | None:
         """The checkpoint that lives in `slot`, if it is one."""
-        return next((c for c in self._checkpoints if c.lease.slot == slot), None)
+        return self._by_slot.get(slot)
 
     def node_of(self, checkpoint: Checkpoint) -> PageNode:
         """Where in the tree a checkpoint hangs: for checks."""
@@ -368,14 +350,26 @@ class PrefixIndex:
             above.last_used = tick
             above = above.parent
 
-    def _forget(self, checkpoint: Checkpoint) -> None:
-        node = self._checkpoints.pop(checkpoint)
-        node.checkpoint = None
-        self._pool.release(checkpoint.lease)
+    def _drop(self, checkpoint: Checkpoint, *, evicted: bool = False) -> None:
+        node = self._checkpoints[checkpoint]
+        self.evicted[checkpoint.kind] += evicted
+        self._evicted[node.digest] = self._forget(checkpoint, evicted=evicted)
+        if len(self._evicted) > REMEMBERED_EVICTIONS:
+            self._evicted.popitem(last=False)
+        if not node.children:
+            self._enqueue(node)
 
-    def _remove_leaf(self, node: PageNode) -> None:
+    def _forget(self, checkpoint: Checkpoint, *, evicted: bool = False) -> Departure:
+        node = self._checkpoints.pop(checkpoint)
+        del self._by_slot[checkpoint.lease.slot]
+        node.checkpoint = None
+        departure = self.order.remove(checkpoint, evicted=evicted)
+        self._pool.release(checkpoint.lease)
+        return departure
+
+    def _remove_leaf(self, node: PageNode, *, evicted: bool = False) -> None:
         if node.checkpoint is not None:
-            self.drop(node.checkpoint)
+            self._drop(node.checkpoint, evicted=evicted)
         node.ticket = 0
         self._pages.release([node.page])
         self._num_pages -= 1
@@ -392,8 +386,13 @@ class PrefixIndex:
     def _enqueue(self, node: PageNode) -> None:
         """Put a leaf in the eviction queue; an entry it had before is void."""
         node.ticket = next(self._tickets)
-        entry = (node.checkpoint is not None, node.last_used, node.ticket, node)
-        heapq.heappush(self._queue, entry)
+        heapq.heappush(self._queue, (*self._rank(node), node.ticket, node))
         if len(self._queue) > 2 * self._num_pages + 64:
             self._queue = [entry for entry in self._queue if entry[3].ticket == entry[2]]
             heapq.heapify(self._queue)
+
+    def _rank(self, node: PageNode) -> tuple[bool, float]:
+        """Where a leaf stands among those that may go: the smaller one goes first."""
+        if node.checkpoint is None:
+            return False, node.last_used
+        return True, self.order.key(node.checkpoint)

@@ -23,6 +23,7 @@ from millpond.state.pages import PageHandle, PagePool
 from millpond.state.pool import StatePool
 from millpond.state.prefix import PageNode, PrefixIndex, PrefixMatch
 from millpond.state.running import Exported, RunningState
+from millpond.state.value import Departure
 from tests.state.world import World
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -296,11 +297,12 @@ def a_duplicate_that_keeps_its_lease(monkeypatch: pytest.MonkeyPatch) -> None:
 def an_evicted_slot_freed_under_everybody(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = PrefixIndex._forget
 
-    def forget(index: PrefixIndex, checkpoint: Checkpoint) -> None:
+    def forget(index: PrefixIndex, checkpoint: Checkpoint, *, evicted: bool = False) -> Departure:
         slot = checkpoint.lease.slot
-        honest(index, checkpoint)
+        departure = honest(index, checkpoint, evicted=evicted)
         for lease in index._pool.leases(slot):
             index._pool.release(lease)
+        return departure
 
     monkeypatch.setattr(PrefixIndex, "_forget", forget)
 
