@@ -5,10 +5,12 @@ Knows the ledger and one sequence; the order in which sequences come is the sche
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from typing import NamedTuple
 
+from millpond.engine.counters import Counters
 from millpond.engine.ledger import Ledger, pages_for
 from millpond.engine.request import Sequence
 from millpond.engine.types import PrefixOutcome
@@ -17,7 +19,21 @@ from millpond.plan.step import PAGE_SIZE
 from millpond.state.lease import SlotId
 from millpond.state.prefix import PrefixMatch
 
+logger = logging.getLogger(__name__)
+
 NO_MATCH = PrefixMatch(0, None, (), 0, "disabled")
+
+
+def meet(ledger: Ledger, sequence: Sequence) -> PrefixMatch:
+    """Look a waiting sequence up under the keys of this moment, and note what the index shows.
+
+    Where it knows more of the prompt than any state covers, prompts were alike and then parted.
+    """
+    sequence.epoch = ledger.epoch
+    sequence.salt = ledger.salt(sequence.request.spec.cache_salt)
+    match = find_start(ledger, sequence)
+    sequence.branch_seen = match.indexed_end if match.indexed_end > match.end else 0
+    return match
 
 
 def find_start(ledger: Ledger, sequence: Sequence) -> PrefixMatch:
@@ -73,20 +89,19 @@ class Admitted(NamedTuple):
 def admit(
     ledger: Ledger,
     sequence: Sequence,
+    match: PrefixMatch,
     running: Collection[Sequence],
     first_end: Callable[[Sequence, int], int],
 ) -> Admitted | None:
     """Give `sequence` its start, an output slot, the pages of its first row, and its seats.
 
-    `first_end` tells where a first row that starts at a given position ends. With others running,
-    a sequence also waits until its whole prompt finds room beside theirs: what would be pushed out
-    at once is not let in. None, with nothing changed, when it has to wait.
+    `match` is what `meet` has just found; `first_end` tells where a first row that starts at a
+    given position ends. With others running, a sequence also waits until its whole prompt finds
+    room beside theirs: what would be pushed out at once is not let in. None, with nothing changed,
+    when it has to wait.
     """
-    if len(ledger.seats) < len(sequence.siblings) + 1:
+    if not has_seats(ledger, sequence):
         return None
-    sequence.epoch = ledger.epoch
-    sequence.salt = ledger.salt(sequence.request.spec.cache_salt)
-    match = find_start(ledger, sequence)
     end = first_end(sequence, match.end)
     if not _has_room(ledger, sequence, match, end, running):
         return None
@@ -94,8 +109,12 @@ def admit(
         admitted = _take(ledger, sequence, match, end)
     except Exhausted:  # room that was evictable by count was not by place
         return None
-    _tell_outcome(ledger, sequence, match)
     return admitted
+
+
+def has_seats(ledger: Ledger, sequence: Sequence) -> bool:
+    """Whether a sequence and its siblings could sit."""
+    return len(ledger.seats) > len(sequence.siblings)
 
 
 def _take(ledger: Ledger, sequence: Sequence, match: PrefixMatch, end: int) -> Admitted:
@@ -144,14 +163,35 @@ def _has_room(
     return evicted <= pages.size - pages.num_free - held or evicted <= index.evictable_pages
 
 
-def _tell_outcome(ledger: Ledger, sequence: Sequence, match: PrefixMatch) -> None:
-    """Count how the prompt met the index, at the request's first admission only."""
+def tell_outcome(
+    counters: Counters, sequence: Sequence, match: PrefixMatch, held_seconds: float
+) -> None:
+    """Count and log how a prompt met the index, at the request's first admission only.
+
+    The one place where that is decided: usage, metrics and log all show this outcome.
+    """
     request = sequence.request
     if request.outcome is not None:
         return
+    kind = None if match.checkpoint is None else match.checkpoint.kind.value
     request.outcome = PrefixOutcome(
-        reason=match.reason, prompt_tokens=request.prompt_len, cached_tokens=match.end
+        reason=match.reason,
+        prompt_tokens=request.prompt_len,
+        cached_tokens=match.end,
+        kind=kind,
+        held_seconds=held_seconds,
     )
-    counters = ledger.counters
     counters.prompt_tokens += request.prompt_len
     counters.prefix_tokens[match.reason] += match.end or request.prompt_len
+    if kind is not None:
+        counters.prefix_hits[kind] += 1
+        counters.prefix_hit_tokens[kind] += match.end
+    logger.info(
+        "%s: prefix %s, %d of %d prompt tokens cached, anchor %s, held %.3f s",
+        request.spec.request_id,
+        match.reason,
+        match.end,
+        request.prompt_len,
+        kind or "none",
+        held_seconds,
+    )

@@ -117,6 +117,8 @@ class Committer:
             self._fan_out(sequence)
         if row.emit_seats:
             for one in group:
+            published.append(row.end)
+        self._scheduler.reached(planned, published)
                 self._draw(one, drawn)
 
     def _commit_verify(
@@ -188,8 +190,9 @@ class Committer:
     def _distrust(self, sequence: Sequence) -> None:
         """Forget what a sequence with damaged logits started from, and all it published since.
 
-        Its pages go too, and what hangs below them: a page that stayed would be under the next
-        checkpoint made there. The next shallower checkpoint is left, and put to the test.
+        All its pages go, from the first one, and what hangs below them: it attended to every one of
+        them, and a damaged page that stayed would fail the next request as well, once for each
+        shallower checkpoint above it.
         """
         index, prompt, start = (
             self._ledger.index,
@@ -197,11 +200,9 @@ class Committer:
             sequence.resumed_end,
         )
         held = set(sequence.pages)
-        path = sorted((n for n in index.nodes() if n.page in held), key=lambda node: node.depth)
-        above = [n.depth for n in path if n.checkpoint is not None and n.checkpoint.end < start]
-        suspects = path[max(above, default=0) :]
-        if suspects:
-            index.forget(suspects[0])
+        path = [node for node in index.nodes() if node.page in held]
+        if path:
+            index.forget(min(path, key=lambda node: node.depth))
         # Without a start of its own it may have published over pages of others.
         match = index.match(prompt, sequence.salt, len(prompt))
         while match.checkpoint is not None and match.end >= start:

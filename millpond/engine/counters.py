@@ -16,8 +16,12 @@ class Counters:
     generated_tokens: int = 0
     prefix_tokens: Counter[str] = field(default_factory=Counter)
     checkpoints_published: Counter[str] = field(default_factory=Counter)
-    checkpoints_skipped: int = 0
+    checkpoints_skipped: Counter[str] = field(default_factory=Counter)  # by reason
     checkpoints_evicted: int = 0
+    prefix_hits: Counter[str] = field(default_factory=Counter)  # requests, by anchor kind
+    prefix_hit_tokens: Counter[str] = field(default_factory=Counter)
+    holds: Counter[str] = field(default_factory=Counter)  # those that ended, by reason
+    held_seconds: float = 0.0
     preemptions: int = 0
     nonfinite: int = 0
     finished: Counter[str] = field(default_factory=Counter)

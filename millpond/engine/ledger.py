@@ -97,7 +97,7 @@ class Ledger:
         """Make a committed state of `sequence` findable, within the budget of checkpoints."""
         if self.settings.checkpoint_budget < 1:
             self.pool.release(lease)
-            self.counters.checkpoints_skipped += 1
+            self.counters.checkpoints_skipped["budget"] += 1
             return
         slot = lease.slot
         is_new = self.index.publish(

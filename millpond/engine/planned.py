@@ -11,7 +11,7 @@ from millpond.state.lease import SlotId
 class PrefillRow:
     """A row of a prompt on its way into the plan: exports come last, when all rows have slots."""
 
-    __slots__ = ("anchors", "end", "exports", "sequence", "state_in", "state_out")
+    __slots__ = ("anchors", "end", "exports", "left_out", "sequence", "state_in", "state_out")
 
     def __init__(
         self,
@@ -25,6 +25,7 @@ class PrefillRow:
         self.anchors = anchors  # in start < anchor <= end
         self.state_in, self.state_out = slots
         self.exports: dict[int, SlotId] = {}
+        self.left_out: dict[int, str] = {}  # anchors that got no slot, and why
 
     @property
     def interior(self) -> tuple[Anchor, ...]:

@@ -70,6 +70,7 @@ class Sequence:
     """
 
     __slots__ = (
+        "branch_seen",
         "epoch",
         "failed_end",
         "failures",
@@ -108,6 +109,7 @@ class Sequence:
         self.siblings: list[Sequence] = []
         self.epoch = 0  # at its admission, with the salt of its keys
         self.salt = b""
+        self.branch_seen = 0  # how far the index knows its tokens beyond any state, at admission
         self.resumed_end = 0  # of the checkpoint it started from, 0: none
         self.failures = 0  # failed steps in a row, without getting past `failed_end` in between
         self.failed_end = 0

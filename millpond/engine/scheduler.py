@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 from bisect import insort
+from collections.abc import Collection
 from operator import attrgetter
 
 from millpond.engine.admission import admit, missing_pages, take_pages
@@ -25,7 +26,7 @@ from millpond.plan.step import (
     SeatLoad,
     StepPlan,
 )
-from millpond.state.checkpoint import AnchorKind
+from millpond.engine.sharing import SharedPrefixes
 from millpond.state.lease import PageId, SlotId
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,8 @@ class Scheduler:
         """Let a sequence wait for admission."""
         insort(self.waiting, sequence, key=_order)
 
+        self.shared = SharedPrefixes()
+        self.holds = Holds(ledger.counters, self.shared, self._anchors)
     def enter(self, sequence: Sequence) -> None:
         """Let a sequence that holds what it needs run."""
         insort(self.running, sequence, key=_order)
@@ -67,6 +70,7 @@ class Scheduler:
         logprobs = sequence.request.prompt_logprobs
         if logprobs is not None:
             logprobs.clear()
+        self.shared.add(sequence)
         self.enqueue(sequence)
         self.unblock()
 
@@ -76,6 +80,7 @@ class Scheduler:
             if sequence in queue:
                 queue.remove(sequence)
         self.ledger.vacate(sequence)
+        self._stopped(sequence)
         self.unblock()
 
     def abandon(self) -> None:
@@ -88,6 +93,8 @@ class Scheduler:
                 logger.exception("%s could not give back what it holds", sequence.name)
         self.running.clear()
         self.waiting.clear()
+        self._stopped(sequence)
+        self.holds.forget(sequence)
 
     def unblock(self) -> None:
         """Something was given back or became evictable: try the head of the queue again."""
@@ -102,6 +109,17 @@ class Scheduler:
         # In order; whoever is pushed out comes after whoever pushes, and is not planned yet.
         while position < len(self.running):
             sequence = self.running[position]
+    def reached(self, row: PrefillRow, published: Collection[int]) -> None:
+        """A row of a prompt was committed, and the states it left at `published` can be found."""
+        self.holds.reached(row, published)
+        if row.end == row.sequence.prompt_len:
+            self._stopped(row.sequence)
+
+    def _stopped(self, sequence: Sequence) -> None:
+        """A sequence folds its prompt no longer, so nobody can wait for it."""
+        self.holds.stopped(sequence)
+        self.shared.discard(sequence)
+
             start = sequence.folded
             if start < sequence.prompt_len:
                 self._plan_prefill(sequence)
@@ -214,6 +232,7 @@ class Scheduler:
                 return False
         take_pages(ledger, sequence, end)
         return True
+            evidence_of(sequence, self.shared, settings.checkpoint_budget),
 
     def _take_pages_for_drafts(self, sequence: Sequence) -> None:
         """Room for the drafts of this step, of the next one, and for what it makes of them.
@@ -253,18 +272,23 @@ class Scheduler:
     # Admission.
 
     def _admit_waiting(self) -> None:
-        """Admit from the head of the queue while everything fits; nobody overtakes."""
-        while self.waiting and self.waiting[0] is not self._blocked:
-            if self._prefill and self._budget < PAGE_SIZE:
+        """Admit in order while everything fits; nobody overtakes, except those that are held."""
+        position = 0
+        while position < len(self.waiting):
+            sequence = self.waiting[position]
+            if sequence is self._blocked or (self._prefill and self._budget < PAGE_SIZE):
                 return
-            sequence = self.waiting[0]
+            if self.holds.goes_on(sequence, self._budget):
+                position += 1
+                continue
             if sequence.failures and any(one.failures for one in self.running):
                 return  # one suspect at a time, so that it does not fail with the others again
             first = admit(self.ledger, sequence, self.running, self._first_end)
             if first is None:
                 self._blocked = sequence
                 return
-            self.waiting.pop(0)
+            tell_outcome(self.ledger.counters, sequence, match, self.holds.forget(sequence))
+            self.waiting.pop(position)
             self.enter(sequence)
             for one in sequence.group:
                 self._seat_loads.append(seat_load(one))
@@ -293,11 +317,21 @@ class Scheduler:
 
     def _add_decode(
         self, sequence: Sequence, end: int, slots: tuple[SlotId | None, SlotId]
+                self.shared.start(sequence)
     ) -> None:
         start, tokens = sequence.folded, sequence.tokens
+                self.shared.discard(sequence)
         if self._num_drafts and end == len(tokens):
             self._take_pages_for_drafts(sequence)
         if sequence.pages_sent < len(sequence.pages):
+    def _holds_back(self, sequence: Sequence, start: int) -> bool:
+        settings = self.ledger.settings
+        if not settings.hold_and_join or settings.checkpoint_budget < 1:
+            return False
+        if sequence.request.prompt_logprobs is not None:
+            return False  # matches nothing
+        return self.holds.begin(sequence, start, self._budget)
+
             self._send_pages(sequence)
         self._decode.append(sequence)
         self._decode_rows.append(

@@ -31,6 +31,7 @@ class EngineSettings:
     decode_checkpoint_interval: int = 0
     checkpoint_budget: int = 8
     eos_token_ids: tuple[int, ...] = ()
+    hold_and_join: bool = True
     debug_audit: bool = False
     debug_poison: bool = False
     model_identity: bytes = b""

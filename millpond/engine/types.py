@@ -22,12 +22,15 @@ class PrefixOutcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a prompt met the prefix index, in tokens.
 
     `reason` is one of hit, too_short, alignment, no_checkpoint, evicted, never_seen,
-    needs_prompt_logits, disabled.
+    needs_prompt_logits, disabled. `kind` says which kind of anchor was hit; `held_seconds` how long
+    the request was held back for another that computed what they share.
     """
 
     reason: str
     prompt_tokens: int
     cached_tokens: int
+    kind: str | None = None
+    held_seconds: float = 0.0
 
 
 class TokenOut(
@@ -82,11 +85,17 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens: int
     prefix_tokens: dict[str, int]  # by outcome; hit counts cached tokens, others prompt tokens
     checkpoints_published: dict[str, int]  # by anchor kind
-    checkpoints_skipped: int
+    checkpoints_skipped: dict[str, int]  # by reason
     checkpoints_evicted: int
     preemptions: int
     nonfinite: int
     finished: dict[str, int]  # requests by finish reason
+    prefix_hits: dict[str, int] = {}  # requests by the kind of anchor they started from
+    prefix_hit_tokens: dict[str, int] = {}  # their cached tokens, likewise
+    checkpoint_budget: int = 0  # slots that checkpoints may hold
+    requests_held: int = 0  # of those waiting, for another that computes what they share
+    holds: dict[str, int] = {}  # holds that ended, by reason
+    held_seconds: float = 0.0
     drafts: int = 0  # rows that verified draft tokens
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of them, with what an ending sample had no use for

@@ -80,7 +80,8 @@ class _EngineCollector(Collector):
         waiting = GaugeMetricFamily(
             "millpond_requests_waiting", "Requests without a seat", labels=["reason"]
         )
-        waiting.add_metric(["capacity"], s.requests_waiting)
+        waiting.add_metric(["capacity"], s.requests_waiting - s.requests_held)
+        waiting.add_metric(["shared_prefix"], s.requests_held)
         yield waiting
         pages = GaugeMetricFamily(
             "millpond_kv_pages", "Pages of 64 tokens by state", labels=["state"]
@@ -105,18 +106,23 @@ class _EngineCollector(Collector):
         yield _counters(
             "checkpoints_published", "Checkpoints by kind", "kind", s.checkpoints_published
         )
+        yield _counters(
+            "checkpoints_skipped", "Checkpoints not made", "reason", s.checkpoints_skipped
+        )
+        yield _counters("prefix_hits", "Requests by anchor hit", "kind", s.prefix_hits)
+        yield _counters(
+            "prefix_hit_tokens", "Cached prompt tokens by anchor hit", "kind", s.prefix_hit_tokens
+        )
+        yield _counters("holds", "Requests held for a shared prefix, by end", "end", s.holds)
+        yield _gauge("checkpoint_budget", "Slots checkpoints may hold", s.checkpoint_budget)
         yield _counters("requests", "Requests by finish reason", "finish_reason", s.finished)
         for name, text, value in (
             ("steps", "Forwards", s.steps),
             ("steps_failed", "Forwards that failed", s.steps_failed),
             ("prompt_tokens", "Prompt tokens", s.prompt_tokens),
             ("generation_tokens", "Generated tokens", s.generated_tokens),
-            (
-                "checkpoints_skipped",
-                "Checkpoints not made for want of a slot",
-                s.checkpoints_skipped,
-            ),
             ("checkpoints_evicted", "Checkpoints given up for others", s.checkpoints_evicted),
+            ("held_seconds", "Seconds that requests were held", s.held_seconds),
             ("preemptions", "Requests preempted", s.preemptions),
             ("nonfinite_logits", "Requests ended for logits that are not finite", s.nonfinite),
         ):

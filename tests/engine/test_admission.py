@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millpond.engine import admission
-from millpond.engine.admission import admit, missing_pages, take_pages
+from millpond.engine.admission import admit, meet, missing_pages, take_pages
 from millpond.engine.request import Sequence
 from millpond.errors import Exhausted
 from tests.support.towers import Tower
@@ -40,7 +40,7 @@ def test_an_admission_takes_start_output_pages_and_all_seats():
     tower.answers([tower.request(range(200))])
     ledger, sequence = tower.engine._ledger, waiting(tower, range(250), n=3)
     slots, pages, seats = ledger.pool.num_free, ledger.pages.num_free, len(ledger.seats)
-    admitted = admit(ledger, sequence, [], end_of_row)
+    admitted = admit(ledger, sequence, meet(ledger, sequence), [], end_of_row)
     assert admitted is not None
     assert sequence.folded == sequence.resumed_end == 192
     assert admitted.state_in == sequence.state.slot != admitted.state_out
@@ -71,7 +71,7 @@ def test_one_thing_too_few_refuses_and_changes_nothing(missing, cached):
         ledger.pages.retain(others[0].pages)
         others[0].pages += ledger.pages.take(ledger.pages.num_free - wanted + 1)
     before = snapshot(tower)
-    assert admit(ledger, sequence, others, end_of_row) is None
+    assert admit(ledger, sequence, meet(ledger, sequence), others, end_of_row) is None
     assert snapshot(tower) == before
 
 
@@ -86,7 +86,7 @@ def test_an_admission_that_breaks_off_gives_everything_back(monkeypatch):
 
     monkeypatch.setattr(Sequence, "sit", broken)
     with pytest.raises(RuntimeError):
-        admit(ledger, sequence, [], end_of_row)
+        admit(ledger, sequence, meet(ledger, sequence), [], end_of_row)
     after = snapshot(tower)[:3]
     assert after[:2] == before[:2]
 
@@ -99,7 +99,7 @@ def test_room_that_turns_out_not_to_be_there_makes_a_sequence_wait(monkeypatch):
     ledger.pages.take(1)
     monkeypatch.setattr(admission, "_has_room", lambda *_: True)
     before = snapshot(tower)[:3]
-    assert admit(ledger, sequence, [], end_of_row) is None
+    assert admit(ledger, sequence, meet(ledger, sequence), [], end_of_row) is None
     assert snapshot(tower)[:3] == before
     assert sequence.request.outcome is None
 

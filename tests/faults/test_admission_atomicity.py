@@ -31,7 +31,7 @@ def test_a_checkpoint_without_a_slot_is_skipped_and_counted(slots, mode):
     assert all(ask.is_right for ask in asks)
     stats = house.engine.stats()
     made = sum(stats.checkpoints_published.values())
-    assert made + stats.checkpoints_skipped
+    assert made + sum(stats.checkpoints_skipped.values())
     if slots == 1 and mode == "interior":  # in split mode the row's own slot is the checkpoint
         assert stats.checkpoints_skipped
     house.assert_nothing_is_held()

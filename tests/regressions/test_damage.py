@@ -21,7 +21,6 @@ def ask(engine: Engine, name: str) -> tuple[str | None, Text]:
     return deltas[-1].finish_reason, tuple(t.token for d in deltas for t in d.tokens)
 
 
-@pytest.mark.xfail(strict=True, reason="each shallower checkpoint above the damage fails one more")
 @pytest.mark.parametrize("depth", [0, 2])
 def test_a_damaged_page_below_a_ladder_of_checkpoints_costs_one_request(depth: int) -> None:
     engine, executor = make_engine("glm", Truth(), "ladder", settings={"checkpoint_interval": 64})
