@@ -106,19 +106,22 @@ class Committer:
         _forgive(sequence)
         self._scheduler.unblock()
         kinds = {anchor.end: anchor.kind for anchor in planned.anchors}
-        ledger.counters.checkpoints_skipped += len(row.exports) - len(exported)
+        lost = "unwritten" if finite and current else "epoch" if finite else "nonfinite"
+        if len(exported) < len(row.exports):
+            ledger.counters.checkpoints_skipped[lost] += len(row.exports) - len(exported)
+        published = [export.end for export in exported]
         for export in exported:
             ledger.publish(sequence, export.end, export.lease, kinds[export.end])
         if row.end in kinds and finite and current:
             lease = sequence.state.publish(ledger.pool)
             ledger.publish(sequence, row.end, lease, kinds[row.end])
+            published.append(row.end)
+        self._scheduler.reached(planned, published)
         group = tuple(sequence.group)
         if row.end == sequence.prompt_len and sequence.siblings:
             self._fan_out(sequence)
         if row.emit_seats:
             for one in group:
-            published.append(row.end)
-        self._scheduler.reached(planned, published)
                 self._draw(one, drawn)
 
     def _commit_verify(

@@ -10,4 +10,5 @@ def new_epoch(ledger: Ledger, scheduler: Scheduler) -> None:
     """Forget every prefix. What runs goes on, and publishes nothing: its keys are of before."""
     ledger.epoch += 1
     ledger.index.clear()
+    scheduler.holds.clear()
     scheduler.unblock()

@@ -10,10 +10,20 @@ from bisect import insort
 from collections.abc import Collection
 from operator import attrgetter
 
-from millpond.engine.admission import admit, missing_pages, take_pages
+from millpond.engine.admission import (
+    admit,
+    has_seats,
+    meet,
+    missing_pages,
+    take_pages,
+    tell_outcome,
+)
+from millpond.engine.exports import evidence_of, plan_exports
+from millpond.engine.holding import Holds
 from millpond.engine.ledger import Ledger, pages_for
 from millpond.engine.planned import LiveRow, PrefillRow, Scheduled, fan_out, seat_load
 from millpond.engine.request import Sequence
+from millpond.engine.sharing import SharedPrefixes
 from millpond.errors import Broken, Exhausted
 from millpond.plan.checkpoints import Anchor, ladder_interval, plan_anchors
 from millpond.plan.prefill import row_end, split_at
@@ -26,7 +36,6 @@ from millpond.plan.step import (
     SeatLoad,
     StepPlan,
 )
-from millpond.engine.sharing import SharedPrefixes
 from millpond.state.lease import PageId, SlotId
 
 logger = logging.getLogger(__name__)
@@ -44,6 +53,8 @@ class Scheduler:
         self.ledger = ledger
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.shared = SharedPrefixes()
+        self.holds = Holds(ledger.counters, self.shared, self._anchors)
         self._granularity = capabilities.export_granularity
         self._num_drafts = capabilities.num_draft_tokens
         self._step = 0
@@ -55,10 +66,9 @@ class Scheduler:
 
     def enqueue(self, sequence: Sequence) -> None:
         """Let a sequence wait for admission."""
+        self.shared.add(sequence)
         insort(self.waiting, sequence, key=_order)
 
-        self.shared = SharedPrefixes()
-        self.holds = Holds(ledger.counters, self.shared, self._anchors)
     def enter(self, sequence: Sequence) -> None:
         """Let a sequence that holds what it needs run."""
         insort(self.running, sequence, key=_order)
@@ -66,11 +76,11 @@ class Scheduler:
     def preempt(self, sequence: Sequence) -> None:
         """Take everything from a running sequence; it waits, and is recomputed."""
         self.running.remove(sequence)
+        self._stopped(sequence)
         self.ledger.vacate(sequence)
         logprobs = sequence.request.prompt_logprobs
         if logprobs is not None:
             logprobs.clear()
-        self.shared.add(sequence)
         self.enqueue(sequence)
         self.unblock()
 
@@ -79,8 +89,9 @@ class Scheduler:
         for queue in (self.running, self.waiting):
             if sequence in queue:
                 queue.remove(sequence)
-        self.ledger.vacate(sequence)
         self._stopped(sequence)
+        self.holds.forget(sequence)
+        self.ledger.vacate(sequence)
         self.unblock()
 
     def abandon(self) -> None:
@@ -93,8 +104,17 @@ class Scheduler:
                 logger.exception("%s could not give back what it holds", sequence.name)
         self.running.clear()
         self.waiting.clear()
-        self._stopped(sequence)
-        self.holds.forget(sequence)
+
+    def reached(self, row: PrefillRow, published: Collection[int]) -> None:
+        """A row of a prompt was committed, and the states it left at `published` can be found."""
+        self.holds.reached(row, published)
+        if row.end == row.sequence.prompt_len:
+            self._stopped(row.sequence)
+
+    def _stopped(self, sequence: Sequence) -> None:
+        """A sequence folds its prompt no longer, so nobody can wait for it."""
+        self.holds.stopped(sequence)
+        self.shared.discard(sequence)
 
     def unblock(self) -> None:
         """Something was given back or became evictable: try the head of the queue again."""
@@ -109,17 +129,6 @@ class Scheduler:
         # In order; whoever is pushed out comes after whoever pushes, and is not planned yet.
         while position < len(self.running):
             sequence = self.running[position]
-    def reached(self, row: PrefillRow, published: Collection[int]) -> None:
-        """A row of a prompt was committed, and the states it left at `published` can be found."""
-        self.holds.reached(row, published)
-        if row.end == row.sequence.prompt_len:
-            self._stopped(row.sequence)
-
-    def _stopped(self, sequence: Sequence) -> None:
-        """A sequence folds its prompt no longer, so nobody can wait for it."""
-        self.holds.stopped(sequence)
-        self.shared.discard(sequence)
-
             start = sequence.folded
             if start < sequence.prompt_len:
                 self._plan_prefill(sequence)
@@ -218,6 +227,7 @@ class Scheduler:
             interval,
             settings.checkpoint_mode,
             self._granularity,
+            evidence_of(sequence, self.shared, settings.checkpoint_budget),
         )
 
     def _make_pages(self, sequence: Sequence, end: int) -> bool:
@@ -232,7 +242,6 @@ class Scheduler:
                 return False
         take_pages(ledger, sequence, end)
         return True
-            evidence_of(sequence, self.shared, settings.checkpoint_budget),
 
     def _take_pages_for_drafts(self, sequence: Sequence) -> None:
         """Room for the drafts of this step, of the next one, and for what it makes of them.
@@ -283,7 +292,13 @@ class Scheduler:
                 continue
             if sequence.failures and any(one.failures for one in self.running):
                 return  # one suspect at a time, so that it does not fail with the others again
-            first = admit(self.ledger, sequence, self.running, self._first_end)
+            first = None
+            if has_seats(self.ledger, sequence):
+                match = meet(self.ledger, sequence)
+                if self._holds_back(sequence, match.end):
+                    position += 1
+                    continue
+                first = admit(self.ledger, sequence, match, self.running, self._first_end)
             if first is None:
                 self._blocked = sequence
                 return
@@ -294,10 +309,20 @@ class Scheduler:
                 self._seat_loads.append(seat_load(one))
             slots = (first.state_in, first.state_out)
             if sequence.folded < sequence.prompt_len:
+                self.shared.start(sequence)
                 self._add_prefill(sequence, first.end, slots)
             else:
+                self.shared.discard(sequence)
                 self._budget -= first.end - sequence.folded
                 self._add_decode(sequence, first.end, slots)
+
+    def _holds_back(self, sequence: Sequence, start: int) -> bool:
+        settings = self.ledger.settings
+        if not settings.hold_and_join or settings.checkpoint_budget < 1:
+            return False
+        if sequence.request.prompt_logprobs is not None:
+            return False  # matches nothing
+        return self.holds.begin(sequence, start, self._budget)
 
     # Into the plan.
 
@@ -317,21 +342,11 @@ class Scheduler:
 
     def _add_decode(
         self, sequence: Sequence, end: int, slots: tuple[SlotId | None, SlotId]
-                self.shared.start(sequence)
     ) -> None:
         start, tokens = sequence.folded, sequence.tokens
-                self.shared.discard(sequence)
         if self._num_drafts and end == len(tokens):
             self._take_pages_for_drafts(sequence)
         if sequence.pages_sent < len(sequence.pages):
-    def _holds_back(self, sequence: Sequence, start: int) -> bool:
-        settings = self.ledger.settings
-        if not settings.hold_and_join or settings.checkpoint_budget < 1:
-            return False
-        if sequence.request.prompt_logprobs is not None:
-            return False  # matches nothing
-        return self.holds.begin(sequence, start, self._budget)
-
             self._send_pages(sequence)
         self._decode.append(sequence)
         self._decode_rows.append(
@@ -355,21 +370,7 @@ class Scheduler:
             sequence.pages_sent = len(pages)
 
     def _plan_exports(self) -> None:
-        """Slots for checkpoints inside rows, most valuable first, from what no row needs.
-
-        Best effort: without a slot the checkpoint is skipped and counted.
-        """
-        ledger = self.ledger
-        wanted = [(anchor, row) for row in self._prefill for anchor in row.interior]
-        wanted.sort(key=lambda item: item[0].kind is not AnchorKind.PROMPT_END)
-        room = ledger.settings.checkpoint_budget
-        for anchor, row in wanted:
-            if room > 0 and (ledger.pool.num_free or ledger.evict_slot()):
-                room -= 1
-                slot = row.sequence.state.plan_export(ledger.pool, anchor.end)
-                row.exports[anchor.end] = slot
-            else:
-                ledger.counters.checkpoints_skipped += 1
+        plan_exports(self.ledger, self._prefill, self.shared)
 
     def _freeze(self) -> Scheduled:
         ledger = self.ledger

@@ -17,7 +17,8 @@ class EngineSettings:
     recomputed answers) are folded per step; a sequence holds at most `session_len` tokens.
     `checkpoint_budget` is the number of slots that checkpoints may hold; `prefill_save_alignment`
     and `checkpoint_interval` are in tokens (an interval of 0: no ladder); so is
-    `decode_checkpoint_interval`, of checkpoints along an answer (0: none). `debug_audit` checks
+    `decode_checkpoint_interval`, of checkpoints along an answer (0: none). With `hold_and_join` a
+    request waits for another that computes the beginning they share. `debug_audit` checks
     every invariant after every step, `debug_poison` has freed slots and pages overwritten.
     """
 
@@ -30,8 +31,8 @@ class EngineSettings:
     checkpoint_interval: int = 4096
     decode_checkpoint_interval: int = 0
     checkpoint_budget: int = 8
-    eos_token_ids: tuple[int, ...] = ()
     hold_and_join: bool = True
+    eos_token_ids: tuple[int, ...] = ()
     debug_audit: bool = False
     debug_poison: bool = False
     model_identity: bytes = b""
