@@ -10,9 +10,13 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 
 from millpond.engine import submission
 from millpond.engine.commit import Committer
+from millpond.engine.constraint import Constraint
+from millpond.engine.grammar import Grammar, Grammars
+from millpond.engine.guidance import Guidance
 from millpond.engine.ledger import Ledger
 from millpond.engine.lifecycle import new_epoch
 from millpond.engine.outbox import Outbox, Sink
@@ -39,9 +43,16 @@ class Engine:
     """
 
     def __init__(
-        self, settings: EngineSettings, executor: Executor, sink: Sink | None = None
+        self,
+        settings: EngineSettings,
+        executor: Executor,
+        sink: Sink | None = None,
+        grammars: Grammars | None = None,
     ) -> None:
-        """`Refused` when the settings do not fit the executor. With a `sink`, streams stay empty."""
+        """`Refused` when the settings do not fit the executor. With a `sink`, streams stay empty.
+
+        Without `grammars`, which it closes in the end, no constraint is served.
+        """
         self.settings = settings
         self.capabilities = executor.capabilities
         settings.check(self.capabilities)
@@ -50,6 +61,7 @@ class Engine:
         self._scheduler = Scheduler(self._ledger, self.capabilities)
         self._outbox = Outbox(self._ledger.counters, self._forget, sink)
         self._committer = Committer(self._ledger, self._scheduler, self._outbox)
+        self._guidance = Guidance(grammars, settings.eos_token_ids, self.capabilities.vocab_size)
         self._failure: str | None = None
         # Shared with other threads, under this one condition.
         self._changed = threading.Condition()
@@ -74,9 +86,24 @@ class Engine:
         """What ended the engine, None while it is healthy."""
         return self._failure
 
+    def prepare(self, constraint: Constraint) -> Future[Grammar]:
+        """Compile a constraint in another thread; returns at once.
+
+        The future, or this call, raises `Rejected` for one that no request can carry, and
+        `Unavailable` when too many wait. What is prepared is kept for a while, not for ever.
+        """
+        return self._guidance.prepare(constraint)
+
     def submit(self, request: EngineRequest) -> RequestStream:
-        """Queue a request. `Rejected`: can never be served; `Unavailable`: closing, or failed."""
+        """Queue a request. `Rejected`: can never be served; `Unavailable`: closing, or failed.
+
+        A constraint that was not prepared is compiled first, while others run; one that cannot be
+        ends the stream with an error then.
+        """
         submission.check(request, self.settings, self.capabilities)
+        grammar = None if request.constraint is None else self.prepare(request.constraint)
+        if grammar is not None and grammar.done():
+            grammar.result()
         stream = RequestStream(request.request_id, request.params.n, self.abort)
         stop_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
@@ -97,7 +124,10 @@ class Engine:
             )
             self._arrivals += 1
             self._live[request.request_id] = accepted
-            self._post(lambda: self._scheduler.enqueue(accepted.samples[0]))
+            if grammar is None:
+                self._post(lambda: self._enter(accepted, None))
+        if grammar is not None:
+            grammar.add_done_callback(lambda compiled: self._compiled(accepted, compiled))
         return stream
 
     def abort(self, request_id: str) -> None:
@@ -206,7 +236,27 @@ class Engine:
         elif thread is not threading.current_thread():
             thread.join()
 
+    def _compiled(self, request: Request, grammar: Future[Grammar]) -> None:
+        """Called by the thread that compiled what a request asks for."""
+        with self._changed:
+            self._post(lambda: self._enter(request, grammar))
+
     # The engine's own thread.
+
+    def _enter(self, request: Request, grammar: Future[Grammar] | None) -> None:
+        """Let a request wait for admission, unless it was aborted or cannot be followed."""
+        first = request.samples[0]
+        if first.finish_reason is not None:
+            return
+        try:
+            self._guidance.guide(request, None if grammar is None else grammar.result())
+        except (Rejected, CancelledError) as error:
+            self._committer.end_request(request, "error", str(error))
+            return
+        if first.guide is not None and first.guide.error is not None:
+            self._committer.end_request(request, "error", first.guide.error)
+        else:
+            self._scheduler.enqueue(first)
 
     def step(self) -> bool:
         """Schedule, execute and commit one step; False when there was nothing to do.
@@ -229,9 +279,14 @@ class Engine:
     def _step(self) -> bool:
         self._read_inbox()
         self._end_aborted()
+        running = self._scheduler.running
+        self._guidance.wait(running)
+        for request, why in self._guidance.failed(running):
+            self._committer.end_request(request, "error", why)
         scheduled = self._scheduler.schedule()
         if scheduled is None:
-            return False
+            return self._guidance.wait_for_one(running)
+        self._guidance.bind(scheduled, drafting=self.capabilities.num_draft_tokens > 0)
         self._audit(scheduled)
         try:
             result = self._executor.execute(scheduled.plan)
@@ -254,6 +309,7 @@ class Engine:
             self._committer.fail(scheduled, why)
         else:
             self._committer.apply(scheduled, result)
+            self._guidance.begin(self._scheduler.running, result.drafts)
         self._end_aborted()
 
     def _read_inbox(self) -> None:
@@ -287,6 +343,7 @@ class Engine:
             self._committer.end_request(request, "abort")
         self._ledger.index.clear()
         self._outbox.flush()
+        self._guidance.close()
         self._executor.close()
 
     def _die(self, error: Exception) -> None:

@@ -51,11 +51,15 @@ class Outbox:
 
     def _append(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:
         """The finish reason and the stop token, if this token ends the sample."""
-        request, tokens = sequence.request, sequence.tokens
+        request, tokens, guide = sequence.request, sequence.tokens, sequence.guide
         tokens.append(token)
+        if guide is not None:
+            guide.advance(token)
         self._counters.generated_tokens += 1
         if token in request.stop_ids and len(tokens) >= request.stop_from:
             return "stop", token
+        if guide is not None and guide.complete:
+            return "stop", None
         return ("length" if len(tokens) >= request.length_limit else None), None
 
     def end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from millpond.engine.guide import Guide
 from millpond.engine.stream import RequestStream
 from millpond.engine.types import EngineRequest, PrefixOutcome
 from millpond.plan.step import TokenLogprob
@@ -76,6 +77,7 @@ class Sequence:
         "failures",
         "finish_reason",
         "folded",
+        "guide",
         "index",
         "is_live",
         "order",
@@ -114,6 +116,7 @@ class Sequence:
         self.failures = 0  # failed steps in a row, without getting past `failed_end` in between
         self.failed_end = 0
         self.finish_reason: str | None = None
+        self.guide: Guide | None = None  # what may be drawn, where not everything may
 
     @property
     def name(self) -> str:

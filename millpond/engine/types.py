@@ -4,18 +4,25 @@ from __future__ import annotations
 
 import msgspec
 
+from millpond.engine.constraint import Constraint, Reasoning
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import TokenLogprob
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One prompt to be continued. Requests with another `cache_salt` never share a prefix."""
+    """One prompt to be continued. Requests with another `cache_salt` never share a prefix.
+
+    `constraint` is what the answer is written in; `reasoning` tells its thinking from it, where
+    that matters: with a constraint, or with a budget.
+    """
 
     request_id: str
     tokens: tuple[int, ...]
     params: SamplingParams
     priority: int = 0  # higher first; equal: older first
     cache_salt: str = ""
+    constraint: Constraint | None = None
+    reasoning: Reasoning | None = None
 
 
 class PrefixOutcome(msgspec.Struct, frozen=True, kw_only=True):
