@@ -129,6 +129,9 @@ class Scheduler:
         # In order; whoever is pushed out comes after whoever pushes, and is not planned yet.
         while position < len(self.running):
             sequence = self.running[position]
+            if sequence.guide is not None and not sequence.guide.is_ready:
+                position += 1  # sits this step out, so that others do not wait for its mask
+                continue
             start = sequence.folded
             if start < sequence.prompt_len:
                 self._plan_prefill(sequence)
@@ -186,6 +189,8 @@ class Scheduler:
         # The step draws one token more than it accepts drafts; none beyond the last is wanted.
         last = min(sequence.request.length_limit - 1, len(sequence.pages) * PAGE_SIZE)
         num_drafts = min(self._num_drafts, last - end)
+        if sequence.guide is not None:
+            num_drafts = min(num_drafts, sequence.guide.num_drafts)
         self._verify.append(LiveRow(sequence, num_drafts, state_in, state_out))
 
     def _plan_recompute(self, sequence: Sequence) -> None:
