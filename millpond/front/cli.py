@@ -9,7 +9,7 @@ from typing import Any
 
 import millpond
 from millpond.errors import MillpondError, Refused
-from millpond.front.flags import ChatFlags, DoctorFlags, ServeFlags, parse
+from millpond.front.flags import ChatFlags, DoctorFlags, EvalFlags, ServeFlags, parse
 
 USAGE = """\
 usage: millpond COMMAND [FLAGS]
@@ -17,14 +17,16 @@ usage: millpond COMMAND [FLAGS]
   serve [MODEL]    serve a model over HTTP, OpenAI-compatible
   chat [PROMPT]    answer one question, or talk
   doctor           what this machine can do, and what a model would take
+  eval [MODEL]     grade a model on tasks with known answers, in any mode
 
 MODEL is a directory in the Hugging Face layout, or the name of a bundled model.
 `millpond COMMAND --help` lists the flags, `millpond --version` prints the version."""
 
-COMMANDS: dict[str, tuple[type[Any], str]] = {
-    "serve": (ServeFlags, "serve"),
-    "chat": (ChatFlags, "chat"),
-    "doctor": (DoctorFlags, "doctor"),
+COMMANDS: dict[str, tuple[type[Any], str, str]] = {
+    "serve": (ServeFlags, "millpond.front.commands", "serve"),
+    "chat": (ChatFlags, "millpond.front.commands", "chat"),
+    "doctor": (DoctorFlags, "millpond.front.commands", "doctor"),
+    "eval": (EvalFlags, "millpond.evaluate.command", "evaluate"),
 }
 
 
@@ -41,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name not in COMMANDS:
         print(f"millpond: unknown command {name!r}, use {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
-    flags_type, function = COMMANDS[name]
+    flags_type, module, function = COMMANDS[name]
     try:
         flags, notes = parse(flags_type, name, argv[1:])
     except Refused as error:
@@ -50,8 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for note in notes:
         print(f"note: {note}", file=sys.stderr)
     try:
-        # Imported late, and interruptible: it brings torch.
-        run: Callable[[Any], int] = getattr(import_module("millpond.front.commands"), function)
+        # Imported late, and interruptible: most of them bring torch.
+        run: Callable[[Any], int] = getattr(import_module(module), function)
         return run(flags)
     except MillpondError as error:
         print(f"millpond {name}: {error}", file=sys.stderr)

@@ -65,6 +65,15 @@ HELP = {
     "seed": "makes sampled text reproducible",
     "system": "a system message",
     "show_reasoning": "print the think block too",
+    "tasks": "some of the tasks, with commas; default: all",
+    "cases": "held-out dialogues of each task",
+    "eval_seed": "the first of their seeds",
+    "scale": "stretches the long tasks: 1 is up to about 512 tokens, 8 about 4096",
+    "warm": "send each prompt once before it is graded, so that it starts from a hit",
+    "compare": "flags of a second mode, or none; default: no cache, no drafts, one by one",
+    "gates": "hold a bundled model against its release gates",
+    "gate": "thresholds of your own, such as accuracy=0.9,ledger.margin=5,drift=0.01",
+    "json_path": "write all numbers to this file",
 }
 
 # What LMDeploy, vLLM and SGLang call the commonest flags.
@@ -90,8 +99,9 @@ ALIASES = {
     "--host": "--server-name",
     "--port": "--server-port",
     "--model-path": "--model",
+    "--json": "--json-path",
 }
-QUIET = {"--cache-block-seq-len"}  # LMDeploy's own spelling: nothing to tell
+QUIET = {"--cache-block-seq-len", "--json"}  # nothing to tell: LMDeploy's own, and a short form
 
 
 class _Flags(BaseSettings):
@@ -189,9 +199,28 @@ class DoctorFlags(_Engine):  # type: ignore[valid-type,misc]
     model: Annotated[str | None, _help("model")] = None
 
 
+class EvalFlags(_Engine):  # type: ignore[valid-type,misc]
+    """Grade a model on tasks whose right answers are known, in any mode."""
+
+    model: Annotated[CliPositionalArg[str | None], _help("model")] = None
+    tasks: Annotated[str | None, _help("tasks")] = None
+    cases: Annotated[int, Field(ge=1, description=HELP["cases"])] = 32
+    seed: Annotated[int, Field(ge=0, description=HELP["eval_seed"])] = 0
+    scale: Annotated[int, Field(ge=1, le=8, description=HELP["scale"])] = 1
+    warm: Annotated[bool, _help("warm")] = True
+    compare: Annotated[str | None, _help("compare")] = None
+    gates: Annotated[bool, _help("gates")] = True
+    gate: Annotated[str | None, _help("gate")] = None
+    json_path: Annotated[str | None, _help("json_path")] = None
+
+
+class ModeFlags(_Engine):  # type: ignore[valid-type,misc]
+    """The engine's flags alone: a second mode to compare with."""
+
+
 def parse(flags: type[_Flags], command: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
     """(flags, notes about spellings). Raises `Refused` with one line for a bad one."""
-    positional = "model" if flags is ServeFlags else None
+    positional = "model" if flags in (ServeFlags, EvalFlags) else None
     argv, notes = _spell(argv, positional)
     known = _spellings(flags)
     for word in argv:

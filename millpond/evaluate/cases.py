@@ -1,0 +1,108 @@
+"""Held-out dialogues of the generator as token ids and the reply that is right; runs nothing."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from millpond.errors import Refused
+from millpond.front.chat import ChatTemplate
+from millpond.front.text import Tokenizer, read_json
+from millpond.tasks import Dialogue, make
+
+Kind = Literal["text", "json", "calls", "free"]
+"""How a reply is graded: letter by letter, as a JSON object, as tool calls, or not at all."""
+
+UNGRADED = frozenset({"random"})
+"""Tasks without a right reply: what drafts do on them is reported, nothing else."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One question: the prompt as token ids, and the text of the reply after it.
+
+    The reply is what the template makes of the right answer, from the end of the prompt up to the
+    token that ends the turn, which is left out.
+    """
+
+    task: str
+    seed: int
+    kind: Kind
+    prompt: tuple[int, ...]
+    reply: str
+
+
+class Dialect:
+    """A model's own template and tokenizer, which turn dialogues into cases."""
+
+    def __init__(self, directory: Path) -> None:
+        self.tokenizer = Tokenizer(directory)
+        template = ChatTemplate.of_model(directory, self.tokenizer)
+        if template is None:
+            raise Refused(f"{directory} has no chat template, so nothing can be asked of it")
+        self.template = template
+        self._ends = tuple(
+            self.tokenizer.token_text(token) for token in _end_tokens(directory, self.tokenizer)
+        )
+
+    def case(self, task: str, seed: int, *, scale: int = 1) -> Case:
+        """The held-out dialogue of `seed`, asked for its last reply."""
+        return self.of(make(task, seed, split="heldout", scale=scale), seed)
+
+    def of(self, dialogue: Dialogue, seed: int = 0) -> Case:
+        """The case of one dialogue."""
+        prompt = self._text(dialogue, whole=False)
+        whole = self._text(dialogue, whole=True)
+        if not whole.startswith(prompt):
+            raise Refused(
+                f"the chat template renders a reply of {dialogue.task} otherwise than it asks for"
+                " one: there is nothing to compare with"
+            )
+        reply = whole[len(prompt) :]
+        for end in self._ends:
+            bare = reply.rstrip("\n")
+            if bare.endswith(end):
+                reply = bare.removesuffix(end)
+        return Case(
+            task=dialogue.task,
+            seed=seed,
+            kind=_kind(dialogue),
+            prompt=tuple(self.tokenizer.encode(prompt, add_special_tokens=False)),
+            reply=reply,
+        )
+
+    def spoken(self, tokens: tuple[int, ...]) -> str:
+        """The text of generated tokens without the one that ended the turn."""
+        text = self.tokenizer.decode(tokens, skip_special_tokens=False)
+        for end in self._ends:
+            text = text.removesuffix(end)
+        return text
+
+    def _text(self, dialogue: Dialogue, *, whole: bool) -> str:
+        extra: dict[str, Any] = {"enable_thinking": dialogue.effort != "low"}
+        if dialogue.effort is not None:
+            extra["reasoning_effort"] = dialogue.effort
+        return self.template.render(
+            dialogue.messages if whole else dialogue.prompt,
+            tools=dialogue.tools or None,
+            add_generation_prompt=not whole,
+            extra=extra,
+        ).text
+
+
+def _kind(dialogue: Dialogue) -> Kind:
+    if dialogue.task in UNGRADED:
+        return "free"
+    if dialogue.messages[-1].get("tool_calls"):
+        return "calls"
+    return "json" if dialogue.task == "json" else "text"
+
+
+def _end_tokens(directory: Path, tokenizer: Tokenizer) -> list[int]:
+    """The tokens that end a turn: of generation_config.json, else the tokenizer's own."""
+    path = directory / "generation_config.json"
+    found = read_json(path).get("eos_token_id") if path.is_file() else None
+    if found is None:
+        found = tokenizer.token_id(tokenizer.named("eos_token") or "")
+    return [found] if isinstance(found, int) else list(found or ())
