@@ -84,6 +84,8 @@ class Committer:
         """End every sample that has not ended, and take back what they hold."""
         for sequence in request.samples:
             if sequence.finish_reason is None:
+                if reason == "abort":
+                    self._scheduler.along.publish(sequence)
                 self._scheduler.remove(sequence)
                 self._outbox.end(sequence, reason, error)
 
@@ -140,7 +142,8 @@ class Committer:
             if (row.state_out, row.end) not in written:
                 unwritten.append((sequence, row.end))
                 continue
-            sequence.state.commit(self._ledger.pool, row.end)
+            exported = sequence.state.commit(self._ledger.pool, row.end, written)
+            self._scheduler.along.committed(live, exported)
             sequence.folded = row.end
             if row.state_in != row.state_out:
                 self._scheduler.unblock()
@@ -238,6 +241,8 @@ class Committer:
         over, self._over = self._over, []
         errors, self._errors = self._errors, {}
         for sequence in over:
+            if sequence.request not in errors:
+                self._scheduler.along.publish(sequence)
             self._scheduler.remove(sequence)
         for request, error in errors.items():
             self.end_request(request, "error", error)

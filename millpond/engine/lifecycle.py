@@ -11,4 +11,5 @@ def new_epoch(ledger: Ledger, scheduler: Scheduler) -> None:
     ledger.epoch += 1
     ledger.index.clear()
     scheduler.holds.clear()
+    scheduler.along.forget(scheduler.running)
     scheduler.unblock()

@@ -10,6 +10,7 @@ from bisect import insort
 from collections.abc import Collection
 from operator import attrgetter
 
+from millpond.engine import drafting
 from millpond.engine.admission import (
     admit,
     has_seats,
@@ -18,9 +19,10 @@ from millpond.engine.admission import (
     take_pages,
     tell_outcome,
 )
+from millpond.engine.along import AnswerAnchors
 from millpond.engine.exports import evidence_of, plan_exports
 from millpond.engine.holding import Holds
-from millpond.engine.ledger import Ledger, pages_for
+from millpond.engine.ledger import Ledger
 from millpond.engine.planned import LiveRow, PrefillRow, Scheduled, fan_out, seat_load
 from millpond.engine.request import Sequence
 from millpond.engine.sharing import SharedPrefixes
@@ -51,6 +53,7 @@ class Scheduler:
 
     def __init__(self, ledger: Ledger, capabilities: Capabilities) -> None:
         self.ledger = ledger
+        self.along = AnswerAnchors(ledger)
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
         self.shared = SharedPrefixes()
@@ -157,6 +160,7 @@ class Scheduler:
         self._prefill: list[PrefillRow] = []
         self._decode: list[Sequence] = []
         self._decode_rows: list[Row] = []
+        self._due: list[int] = []  # decode rows that overwrite a state worth keeping
         self._verify: list[LiveRow] = []
         self._seat_loads: list[SeatLoad] = []
         self._page_updates: list[PageUpdate] = []
@@ -183,7 +187,7 @@ class Scheduler:
         state_in, state_out = slots
         if state_in is None:
             raise Broken(f"{sequence.name} is live and has no state")
-        self._take_pages_for_drafts(sequence)
+        drafting.take_pages(self.ledger, sequence, self._num_drafts)
         if sequence.pages_sent < len(sequence.pages):
             self._send_pages(sequence)
         # The step draws one token more than it accepts drafts; none beyond the last is wanted.
@@ -248,18 +252,6 @@ class Scheduler:
         take_pages(ledger, sequence, end)
         return True
 
-    def _take_pages_for_drafts(self, sequence: Sequence) -> None:
-        """Room for the drafts of this step, of the next one, and for what it makes of them.
-
-        Nobody is pushed out for drafts: without room there are fewer of them.
-        """
-        ledger = self.ledger
-        end = len(sequence.tokens) + 2 * self._num_drafts + 1
-        wanted = pages_for(min(end, sequence.request.length_limit)) - len(sequence.pages)
-        if wanted > 0:
-            ledger.evict_pages(wanted)
-            sequence.pages += ledger.pages.take(min(wanted, ledger.pages.num_free))
-
     def _make_output(self, sequence: Sequence) -> tuple[SlotId | None, SlotId] | None:
         """Plan where the next state goes, making room as far as it takes."""
         ledger = self.ledger
@@ -269,6 +261,7 @@ class Scheduler:
             except Exhausted:
                 if not (
                     ledger.evict_slot()
+                    or self.along.give_up_one(reversed(self.running))
                     or ledger.drop_checkpoint_of(sequence)
                     or self._push_out_last(sequence)
                 ):
@@ -297,6 +290,8 @@ class Scheduler:
                 continue
             if sequence.failures and any(one.failures for one in self.running):
                 return  # one suspect at a time, so that it does not fail with the others again
+            if not self.ledger.pool.num_free and not self.ledger.index.evictable_slots:
+                self.along.give_up_one(reversed(self.running))
             first = None
             if has_seats(self.ledger, sequence):
                 match = meet(self.ledger, sequence)
@@ -342,7 +337,7 @@ class Scheduler:
                 self._fan_outs.append(fan_out(sequence, one))
         for one in sequence.group:
             if self._num_drafts and end == len(sequence.tokens):
-                self._take_pages_for_drafts(one)
+                drafting.take_pages(self.ledger, one, self._num_drafts)
             self._send_pages(one)
 
     def _add_decode(
@@ -350,9 +345,11 @@ class Scheduler:
     ) -> None:
         start, tokens = sequence.folded, sequence.tokens
         if self._num_drafts and end == len(tokens):
-            self._take_pages_for_drafts(sequence)
+            drafting.take_pages(self.ledger, sequence, self._num_drafts)
         if sequence.pages_sent < len(sequence.pages):
             self._send_pages(sequence)
+        if self.along.is_due(sequence):
+            self._due.append(len(self._decode))
         self._decode.append(sequence)
         self._decode_rows.append(
             Row(
@@ -376,6 +373,7 @@ class Scheduler:
 
     def _plan_exports(self) -> None:
         plan_exports(self.ledger, self._prefill, self.shared)
+        self.along.plan(self._decode, self._decode_rows, self._due, self._verify)
 
     def _freeze(self) -> Scheduled:
         ledger = self.ledger

@@ -35,12 +35,13 @@ class RunningState:
     request is the only holder, and to a fresh slot elsewhere. No state is ever copied.
     """
 
-    __slots__ = ("_current", "_exports", "_output", "holder")
+    __slots__ = ("_anchor", "_current", "_exports", "_output", "holder")
 
     def __init__(self, holder: str) -> None:
         self.holder = holder
         self._current: ProducerLease | ReaderLease | None = None
         self._output: ProducerLease | None = None
+        self._anchor: Exported | None = None  # an earlier state, kept for whoever comes after
         self._exports: list[tuple[int, ProducerLease]] = []
 
     def start(self, lease: ReaderLease | None) -> None:
@@ -73,11 +74,17 @@ class RunningState:
         return None if self._current is None else self._current.slot
 
     @property
+    def anchor(self) -> Exported | None:
+        """The earlier state that is kept, if one is."""
+        return self._anchor
+
+    @property
     def leases(self) -> tuple[ProducerLease | ReaderLease, ...]:
-        """Every lease held: current, output, exports."""
+        """Every lease held: current, output, exports, anchor."""
         held: dict[int, ProducerLease | ReaderLease] = {}
         exports = (lease for _, lease in self._exports)
-        for lease in (self._current, self._output, *exports):
+        anchor = None if self._anchor is None else self._anchor.lease
+        for lease in (self._current, self._output, anchor, *exports):
             if lease is not None:
                 held[id(lease)] = lease
         return tuple(held.values())
@@ -114,6 +121,21 @@ class RunningState:
         lease = pool.take(self.holder)
         self._exports.append((end, lease))
         return lease.slot
+
+    def keep_input(self, pool: StatePool) -> SlotId:
+        """Let a step planned in place go to a fresh slot: the state it starts from is kept.
+
+        It becomes the anchor; an older one goes first, and may leave its slot to the step. Raises
+        `Exhausted`, with the step as it was planned, when no slot is free.
+        """
+        if not self.in_place or not isinstance(self._current, ProducerLease):
+            raise LeaseError(f"{self.holder} keeps a state that its next step does not overwrite")
+        self.drop_anchor(pool)
+        fresh = pool.take(self.holder)
+        current = pool.seal(self._current)
+        self._current, self._output = current, fresh
+        self._anchor = Exported(pool.end(current), pool.share(current, self.holder))
+        return fresh.slot
 
     # Then one of these three.
 
@@ -170,6 +192,22 @@ class RunningState:
         """
         return pool.share(self._sealed(pool, "publish"), holder)
 
+    def keep(self, pool: StatePool, exported: Exported) -> None:
+        """An exported state becomes the anchor, in place of an older one."""
+        self.drop_anchor(pool)
+        self._anchor = exported
+
+    def take_anchor(self) -> Exported | None:
+        """The anchor, if there is one; its lease belongs to the caller from here on."""
+        anchor, self._anchor = self._anchor, None
+        return anchor
+
+    def drop_anchor(self, pool: StatePool) -> None:
+        """Keep no earlier state."""
+        anchor = self.take_anchor()
+        if anchor is not None:
+            pool.release(anchor.lease)
+
     def fan_out(self, pool: StatePool, n: int) -> list[RunningState]:
         """Fix the current state for `n` sequences in all; returns the n - 1 others.
 
@@ -191,6 +229,7 @@ class RunningState:
         `LeaseError` while a step is in flight: commit, discard or cancel it first.
         """
         self._require_idle("close")
+        self.drop_anchor(pool)
         if self._current is not None:
             pool.release(self._current)
             self._current = None

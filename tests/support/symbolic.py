@@ -20,12 +20,15 @@ from millpond.plan.step import (
     PAGE_SIZE,
     Capabilities,
     Emitted,
+    Export,
     Row,
     RowLogprobs,
     SeatLoad,
     StepPlan,
     StepResult,
     TokenLogprob,
+    Verified,
+    VerifyRow,
     Written,
 )
 
@@ -42,6 +45,11 @@ class Violation(AssertionError):
 def as_state(tokens: Sequence[int], prompt_len: int) -> State:
     """The one right content: the prompt in chunk form, what was generated in per-token form."""
     return (*tokens[:prompt_len], *(~t for t in tokens[prompt_len:]))
+
+
+def as_tokens(state: State) -> tuple[int, ...]:
+    """What was folded, whatever the form."""
+    return tuple(t if t >= 0 else ~t for t in state)
 
 
 def draw(tokens: Sequence[int], seed: int, sample_index: int) -> int:
@@ -88,6 +96,14 @@ class SymbolicSeat:
     table: list[int] = field(default_factory=list)
     tail: tuple[int, ...] = ()
     entries: list[int] = field(default_factory=list)  # what its pages must hold
+    live: bool = False  # drew a token since it was loaded
+    pending: int = 0  # accepted drafts that no state has yet
+    drafts: tuple[int, ...] = ()
+
+    @property
+    def guess(self) -> int:
+        """What drafts leave on a page where nothing is certain yet."""
+        return -1 - self.load.seat
 
 
 @dataclass
@@ -100,7 +116,9 @@ class SymbolicExecutor:
     during: Callable[[StepPlan], None] | None = None  # while the forward runs
     fail: Callable[[StepPlan], Exception | None] | None = None
     writes: Callable[[int, int], bool] = lambda slot, end: True  # whether all layers write a pair
-    finite: Callable[[Row], bool] = lambda row: True
+    finite: Callable[[Row | VerifyRow], bool] = lambda row: True
+    right: Callable[[], int] = lambda: 0  # how many of the next drafts will be accepted
+    any_form: bool = False  # prompts may start from what was folded token by token
     plans: list[StepPlan] = field(default_factory=list)
     closed: bool = False
     violation: Violation | None = None
@@ -134,6 +152,7 @@ class SymbolicExecutor:
             raise error
         self._prepare(plan)
         before = {slot: self.slots[slot] for slot in _inputs(plan) if slot is not None}
+        verified: list[Verified] = []
         emitted: list[Emitted] = []
         written: list[Written] = []
         logprobs: list[RowLogprobs] = []
@@ -141,6 +160,8 @@ class SymbolicExecutor:
             self._fold(row, before, written, emitted, logprobs, chunk=True)
         for row in plan.decode:
             self._fold(row, before, written, emitted, logprobs, chunk=False)
+        for live in plan.verify:
+            self._verify(live, before, written, emitted, verified)
         if self.during is not None:
             self.during(plan)
         for fan_out in plan.fan_outs:
@@ -149,9 +170,12 @@ class SymbolicExecutor:
             if fan_out.source_page is not None and fan_out.target_page is not None:
                 _require(self.pages[fan_out.target_page] == [None] * PAGE_SIZE, "copy onto content")
                 self.pages[fan_out.target_page] = list(self.pages[fan_out.source_page])
+        for number in {one.seat for one in emitted}:
+            self._propose(self.seats[number])
         return StepResult(
             step=plan.step,
             emitted=tuple(emitted),
+            verified=tuple(verified),
             written=tuple(written),
             prompt_logprobs=tuple(logprobs),
         )
@@ -164,20 +188,21 @@ class SymbolicExecutor:
     # The rules of a plan that need no content.
 
     def _check_plan(self, plan: StepPlan) -> None:
-        rows = plan.prefill + plan.decode
+        rows = plan.prefill + plan.decode + plan.verify
         _require(bool(rows), "a step without rows")
         _require(len({row.seat for row in rows}) == len(rows), "two rows in one seat")
         outputs = [row.state_out for row in rows]
-        outputs += [export.slot for row in rows for export in row.exports]
+        outputs += [export.slot for row in rows for export in _exports(row)]
         _require(len(set(outputs)) == len(outputs), "two writes to one slot")
         inputs = [slot for slot in _inputs(plan) if slot is not None]
-        for row in rows:
+        for row in plan.prefill + plan.decode:
             _require(bool(row.tokens), "a row without tokens")
+        for row in rows:
             _require((row.state_in is None) == (row.start == 0), "no state, or one too many")
             readers = inputs.count(row.state_out)
             own = row.state_in == row.state_out
             _require(readers == own, f"slot {row.state_out} is read by others while written")
-            for export in row.exports:
+            for export in _exports(row):
                 _require(export.slot not in inputs, "an export overwrites what is read")
         poisoned = {*plan.poison_slots}
         _require(not poisoned.intersection(inputs), "a slot is poisoned and read")
@@ -211,8 +236,8 @@ class SymbolicExecutor:
 
     def _break(self, plan: StepPlan) -> None:
         """A forward that stopped half way: garbage in everything it may write, nothing prepared."""
-        for row in plan.prefill + plan.decode:
-            for slot in (row.state_out, *(export.slot for export in row.exports)):
+        for row in plan.prefill + plan.decode + plan.verify:
+            for slot in (row.state_out, *(export.slot for export in _exports(row))):
                 self.slots[slot] = (VOCAB + 1,)
         for load in plan.seat_loads:
             self.seats.pop(load.seat, None)
@@ -227,6 +252,21 @@ class SymbolicExecutor:
         *,
         chunk: bool,
     ) -> None:
+        seat, state = self._begin(row, before)
+        known, prompt_len = seat.history, seat.load.prompt_len
+        _require(not (seat.live and seat.drafts), f"{row.request} is live and does not verify")
+        _require(row.tokens == tuple(known[row.start : row.end]), f"{row.request}: not its tokens")
+        self._check_grid(row, prompt_len, chunk=chunk)
+        after = (*state, *(row.tokens if chunk else (~t for t in row.tokens)))
+        self._write_pages(row, seat)
+        self._write_tail(row, seat)
+        self._write_slots(row, after, written)
+        self._emit(row, tuple(known), emitted, logprobs)
+
+    def _begin(
+        self, row: Row | VerifyRow, before: dict[int, State | None]
+    ) -> tuple[SymbolicSeat, State]:
+        """The seat of a row and the state it starts from, which must be its own."""
         seat = self.seats.get(row.seat)
         _require(seat is not None, f"seat {row.seat} was never loaded")
         assert seat is not None
@@ -234,24 +274,105 @@ class SymbolicExecutor:
         state = () if row.state_in is None else before[row.state_in]
         _require(state is not None, f"{row.request} reads slot {row.state_in}, which holds nothing")
         assert state is not None
-        known, prompt_len = seat.history, seat.load.prompt_len
+        prompt_len = seat.load.prompt_len
         _require(len(state) == row.start, f"row starts at {row.start}, its state at {len(state)}")
+        given = state
+        if self.any_form:
+            given = (*as_tokens(state[:prompt_len]), *state[prompt_len:])
         _require(
-            state == as_state(known[: row.start], prompt_len), f"{row.request} reads another's"
+            given == as_state(seat.history[: row.start], prompt_len),
+            f"{row.request} reads another's",
         )
-        _require(row.tokens == tuple(known[row.start : row.end]), f"{row.request}: not its tokens")
-        self._check_grid(row, prompt_len, chunk=chunk)
-        after = (*state, *(row.tokens if chunk else (~t for t in row.tokens)))
-        self._write_pages(row, seat)
-        self._write_tail(row, seat)
-        targets = [(row.state_out, row.end), *((e.slot, e.end) for e in row.exports)]
+        return seat, state
+
+    def _write_slots(self, row: Row | VerifyRow, after: State, written: list[Written]) -> None:
+        targets = [(row.state_out, row.end), *((e.slot, e.end) for e in _exports(row))]
         for slot, end in targets:
             fresh = slot != row.state_in
             _require(not fresh or self.slots[slot] is None, f"slot {slot} is written, but not free")
             if self.writes(slot, end):
                 self.slots[slot] = after[:end]
                 written.append(Written(slot, end))
-        self._emit(row, tuple(known), emitted, logprobs)
+
+    # Drafts.
+
+    def _verify(
+        self,
+        row: VerifyRow,
+        before: dict[int, State | None],
+        written: list[Written],
+        emitted: list[Emitted],
+        verified: list[Verified],
+    ) -> None:
+        seat, state = self._begin(row, before)
+        known, most = seat.history, self.capabilities.num_draft_tokens
+        _require(most > 0, "a verify row where nobody drafts")
+        _require(seat.live, f"{row.request} verifies before it drew a token in its seat")
+        _require(row.start >= seat.load.prompt_len, "prompt tokens are folded in a verify row")
+        _require(row.pending == seat.pending, f"{row.request}: {row.pending} drafts are not folded")
+        _require(row.end == len(known), f"{row.request} ends at {row.end} of {len(known)}")
+        _require(0 <= row.num_drafts <= most, f"{row.num_drafts} drafts of {most}")
+        if row.export is not None:
+            _require(self.mode != "off", "an export in mode off")
+            _require(row.start < row.export.end < row.end, f"export at {row.export.end} outside")
+            _require(row.export.end % PAGE_SIZE == 0, f"export at {row.export.end} off the grid")
+        self._write_slots(row, (*state, *(~t for t in known[row.start :])), written)
+        drafts = seat.drafts[: row.num_drafts]
+        drawn: list[int] = []
+        params, index = seat.load.params, seat.load.sample_index
+        for draft in (*drafts, None):
+            drawn.append(draw((*known, *drawn), params.seed, index))
+            if drawn[-1] != draft:
+                break
+        self._write_verified(row, seat, [*known, *drawn[:-1]])
+        sound = self.finite(row)
+        last = len(drawn) - 1
+        emitted += [
+            Emitted(seat=seat.load.seat, token=token, finite=sound or at < last)
+            for at, token in enumerate(drawn)
+        ]
+        verified.append(Verified(seat.load.seat, len(drafts), last))
+        known += drawn
+        seat.pending = last
+
+    def _write_verified(self, row: VerifyRow, seat: SymbolicSeat, sure: list[int]) -> None:
+        """Writes the certain token and all drafts; what was rejected leaves guesses."""
+        first, end = row.end - 1, row.end + row.num_drafts
+        _require(end <= len(seat.table) * PAGE_SIZE, f"{row.request} has no page for its drafts")
+        right = seat.entries
+        right += [page_entry(sure, position) for position in range(len(right), len(sure))]
+        have = [self._entry(seat, position) for position in range(end)]
+        _require(have[:first] == right[:first], f"{row.request}: other's page")
+        _require(set(have[first:]) <= {None, seat.guess}, f"{row.request} overwrites a page")
+        for position in range(first, end):
+            certain = position < len(sure)
+            self._set_entry(seat, position, right[position] if certain else seat.guess)
+        pool = first // POOL * POOL
+        _require(seat.tail == tuple(sure[pool:first]), f"{row.request}: other tail")
+        seat.tail = tuple(sure[len(sure) // POOL * POOL :])
+
+    def _propose(self, seat: SymbolicSeat) -> None:
+        """Drafts of which some are right; they leave guesses on pages that are there."""
+        seat.live = True
+        count = self.capabilities.num_draft_tokens
+        if not count:
+            return
+        params, tokens, right = seat.load.params, list(seat.history), self.right()
+        for place in range(count):
+            token = draw(tokens, params.seed, seat.load.sample_index)
+            tokens.append((token + (place == right)) % VOCAB)
+        seat.drafts = tuple(tokens[-count:])
+        first = len(seat.history) - 1
+        for position in range(first, min(first + count, len(seat.table) * PAGE_SIZE)):
+            have = self._entry(seat, position)
+            _require(have in (None, seat.guess), "a guess is written over what is certain")
+            self._set_entry(seat, position, seat.guess)
+
+    def _entry(self, seat: SymbolicSeat, position: int) -> int | None:
+        return self.pages[seat.table[position // PAGE_SIZE]][position % PAGE_SIZE]
+
+    def _set_entry(self, seat: SymbolicSeat, position: int, value: int) -> None:
+        self.pages[seat.table[position // PAGE_SIZE]][position % PAGE_SIZE] = value
 
     def _check_grid(self, row: Row, prompt_len: int, *, chunk: bool) -> None:
         if not chunk:
@@ -324,7 +445,13 @@ def page_entry(tokens: Sequence[int], position: int) -> int:
 
 
 def _inputs(plan: StepPlan) -> list[int | None]:
-    return [row.state_in for row in plan.prefill + plan.decode]
+    return [row.state_in for row in plan.prefill + plan.decode + plan.verify]
+
+
+def _exports(row: Row | VerifyRow) -> tuple[Export, ...]:
+    if isinstance(row, Row):
+        return row.exports
+    return () if row.export is None else (row.export,)
 
 
 def step_failure(plan: StepPlan) -> StepFailed:

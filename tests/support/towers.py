@@ -27,6 +27,7 @@ class Tower:
             "export_granularity": 64,
             "vocab_size": VOCAB,
             "max_position": 100_000,
+            "num_draft_tokens": 0,
         }
         settings: dict[str, Any] = {
             "max_batch_size": 4,
@@ -42,6 +43,7 @@ class Tower:
             Capabilities(**capabilities),
             mode=self.settings.checkpoint_mode,
             max_prefill_tokens=self.settings.max_prefill_tokens,
+            any_form=self.settings.decode_anchor_step > 0,
         )
         self.engine = Engine(self.settings, self.executor)
         self.outcomes: dict[str, PrefixOutcome] = {}
