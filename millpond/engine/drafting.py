@@ -22,7 +22,10 @@ def take_pages(ledger: Ledger, sequence: Sequence, most: int) -> None:
 def num_drafts(sequence: Sequence, most: int) -> int:
     """At most `most`: as many as its pages hold, and as its answer may still need.
 
-    A step draws one token more than it accepts drafts, and no token is wanted beyond the last.
+    A step draws one token more than it accepts drafts, and no token is wanted beyond the last. A
+    guide may know fewer drafts, and there is a mask for those alone.
     """
+    if sequence.guide is not None:
+        most = min(most, sequence.guide.num_drafts)
     last = min(sequence.request.length_limit - 1, len(sequence.pages) * PAGE_SIZE)
     return min(most, last - len(sequence.tokens))

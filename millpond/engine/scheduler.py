@@ -190,11 +190,7 @@ class Scheduler:
         drafting.take_pages(self.ledger, sequence, self._num_drafts)
         if sequence.pages_sent < len(sequence.pages):
             self._send_pages(sequence)
-        # The step draws one token more than it accepts drafts; none beyond the last is wanted.
-        last = min(sequence.request.length_limit - 1, len(sequence.pages) * PAGE_SIZE)
-        num_drafts = min(self._num_drafts, last - end)
-        if sequence.guide is not None:
-            num_drafts = min(num_drafts, sequence.guide.num_drafts)
+        num_drafts = drafting.num_drafts(sequence, self._num_drafts)
         self._verify.append(LiveRow(sequence, num_drafts, state_in, state_out))
 
     def _plan_recompute(self, sequence: Sequence) -> None:
