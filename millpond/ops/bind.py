@@ -99,11 +99,13 @@ def bind(
     backend: str = AUTO,
     delta_prefill_backend: str = AUTO,
     among: Sequence[Backend] | None = None,
+    quiet: bool = False,
 ) -> Bound:
     """Choose a backend for every op on `device`.
 
     `backend` puts one first wherever it has the op; `delta_prefill_backend` decides for that op
-    alone, and must have it. `among` replaces the installed backends. Raises `Refused`.
+    alone, and must have it. `among` replaces the installed backends. What was chosen is logged,
+    unless `quiet`. Raises `Refused`.
     """
     known = backends() if among is None else tuple(among)
     reasons = {b.name: b.unusable(device) for b in known}
@@ -132,7 +134,8 @@ def bind(
         if not serving:
             raise refuse(f"op {name!r}", name)
         chosen[name] = serving[0]
-    _log_table(device, chosen, reasons)
+    if not quiet:
+        _log_table(device, chosen, reasons)
     functions = {name: b.ops[name] for name, b in chosen.items()}
     return Bound(
         **functions,  # type: ignore[arg-type]  # backends answer for their signatures

@@ -187,7 +187,7 @@ def model_facts(
         slot_bytes=layout.slot.num_bytes,
         page_bytes=layout.page.num_bytes,
         seat_bytes=layout.seat.num_bytes,
-        weight_bytes=description.weight_bytes(computing, bind(place)),
+        weight_bytes=description.weight_bytes(computing, bind(place, quiet=True)),
         max_position=description.config.max_position,
     )
 
