@@ -84,8 +84,8 @@ def test_prompts_and_decoding_rows_share_a_step():
 
 def test_the_budget_is_shared_by_prompts_in_order():
     tower = Tower(max_prefill_tokens=300)
-    for length in (200, 200, 100):
-        tower.engine.submit(tower.request(range(length, 2 * length), max_tokens=1))
+    for first, length in enumerate((200, 200, 100)):
+        tower.engine.submit(tower.request(range(first, first + length), max_tokens=1))
     tower.run()
     rows = [[(r.request, r.start, r.end) for r in plan.prefill] for plan in tower.executor.plans]
     assert rows == [

@@ -136,8 +136,8 @@ def test_the_same_prompt_three_times_gives_the_same_text(mode):
 
 
 def test_a_prefix_that_is_being_computed_is_not_found_before_its_step_is_committed():
-    """Both prompts are new and equal: in one forward each computes its own."""
-    house = House(budget=4_096)
+    """Both prompts are new and equal: in one forward each computes its own, unless one waits."""
+    house = House(budget=4_096, hold_and_join=False)
     both = [house.ask(LONG) for _ in range(2)]
     house.run(*both)
     assert [ask.cached for ask in both] == [0, 0]
