@@ -148,8 +148,13 @@ def definition(constraint: Constraint) -> str:
         return _schema('{"type": "object"}', strict=False)
     if kind == "json_schema":
         schema = json.loads(text)
-        if not isinstance(schema, dict | bool):
-            raise _refusal(constraint, "a JSON schema is an object")
+        if schema is True:
+            text = "{}"  # the same, as an object
+        elif not isinstance(schema, dict):
+            raise _refusal(constraint, "a JSON schema is an object that allows something")
+        elif not constraint.strict and "json-schema.org/" not in str(schema.get("$schema")):
+            # A dialect of somebody's own (OpenAPI has one) is read as JSON Schema.
+            text = json.dumps({name: schema[name] for name in schema if name != "$schema"})
         unknown = first_unknown(schema) if constraint.strict else None
         if unknown is not None:
             raise _refusal(constraint, f"keyword {unknown!r} is not known, and strict is set")

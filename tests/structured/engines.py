@@ -114,7 +114,10 @@ class House:
         streams = [self.engine.submit(request) for request in requests]
         while self.engine.step():
             pass
-        return [read(stream, request.params.n) for stream, request in zip(streams, requests)]
+        return [
+            read(stream, request.params.n)
+            for stream, request in zip(streams, requests, strict=True)
+        ]
 
     def close(self) -> None:
         """End it; the rank stays."""
