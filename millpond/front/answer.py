@@ -1,11 +1,15 @@
-"""Deltas of tokens to pieces of text: decoding, stop strings, reasoning; knows no transport."""
+"""Deltas of tokens to pieces of an answer: decoding, stop strings, parsing; knows no transport."""
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass, field
 
+from millpond.engine.constraint import Constraint
+from millpond.engine.constraint import Reasoning as ThinkBlock
 from millpond.engine.types import Delta, PrefixOutcome, TokenOut
-from millpond.front.chat import ReasoningSplit
+from millpond.front.parsing.base import Content, Event, Reasoning, merged
+from millpond.front.parsing.dialect import PLAIN, Reading
 from millpond.front.text import Detokenizer, StopStrings, Tokenizer
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import TokenLogprob
@@ -15,15 +19,16 @@ from millpond.plan.step import TokenLogprob
 class Ask:
     """One prompt and all that is wanted of it: what the engine is told and how text is made.
 
-    `reasons` when the answer may hold a think block, `in_reasoning` when the prompt opened it.
+    `constraint` is the language of the answer, `reasoning` tells the engine where it begins.
     """
 
     tokens: tuple[int, ...]
     params: SamplingParams
     stops: tuple[str, ...] = ()
-    reasons: bool = False
-    in_reasoning: bool = False
+    reading: Reading = PLAIN
     skip_special_tokens: bool = True
+    constraint: Constraint | None = None
+    reasoning: ThinkBlock | None = None
     cache_salt: str = ""
     priority: int = 0
 
@@ -38,71 +43,146 @@ class TextToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What one sample gained; `finish_reason` is stop, length, abort or error in the last one.
+    """What one sample gained; `events` say what of it is reasoning, content and tool calls.
 
-    `raw` is the text before reasoning was split off; `stop_reason` the stop string, or the id of
-    the stop token, that ended it.
+    `finish_reason` is stop, length, tool_calls, abort or error in the last piece. `raw` is the text
+    before it was parsed; `stop_reason` the stop string, or the id of the stop token, that ended it.
     """
 
     index: int
-    text: str = ""
-    reasoning: str = ""
+    events: tuple[Event, ...] = ()
     raw: str = ""
     tokens: tuple[TextToken, ...] = ()
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
 
+    @property
+    def text(self) -> str:
+        """The content it has."""
+        return "".join(e.text for e in self.events if isinstance(e, Content))
+
+    @property
+    def reasoning(self) -> str:
+        """The reasoning it has."""
+        return "".join(e.text for e in self.events if isinstance(e, Reasoning))
+
+
+class _Ends:
+    """Stop strings in a stream of text and markers; a marker comes out whole, and in its place."""
+
+    def __init__(self, stops: tuple[str, ...]) -> None:
+        self._stops = StopStrings(stops)
+        self._waiting: deque[tuple[str, str | None]] = deque()
+        self._certain = 0  # characters of what waits that are before any stop string
+
+    @property
+    def matched(self) -> str | None:
+        """The stop string that was found."""
+        return self._stops.matched
+
+    def push(self, text: str, marker: str | None, *, watch: bool) -> list[tuple[str, str | None]]:
+        """(text, the marker it is) that are certain; `watch` for stop strings, or let all pass."""
+        self._waiting.append((text, marker))
+        return self._release(self._stops.push(text) if watch else text)
+
+    def finish(self) -> list[tuple[str, str | None]]:
+        """What was held back for a stop string that did not come."""
+        return self._release(self._stops.finish())
+
+    def _release(self, certain: str) -> list[tuple[str, str | None]]:
+        self._certain += len(certain)
+        made = []
+        while self._waiting and len(self._waiting[0][0]) <= self._certain:
+            made.append(self._waiting.popleft())
+            self._certain -= len(made[-1][0])
+        if self._waiting and self._certain:
+            text, marker = self._waiting[0]
+            if marker is None or self.matched is not None:
+                made.append((text[: self._certain], None))
+                self._waiting[0] = (text[self._certain :], marker)
+                self._certain = 0
+        return made
+
 
 class Sample:
-    """The text of one sample of one request, growing."""
+    """One sample of one request, growing."""
 
     def __init__(self, ask: Ask, tokenizer: Tokenizer, index: int) -> None:
         self._index = index
         self._least = ask.params.min_tokens
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=ask.skip_special_tokens)
-        self._stops = StopStrings(ask.stops)
-        self._split = ReasoningSplit(active=ask.reasons, in_reasoning=ask.in_reasoning)
+        self._ends = _Ends(ask.stops)
+        self._markers, self._parallel = ask.reading.tokens, ask.reading.parallel
+        self._reader = ask.reading.reader()
         self.count = 0  # generated tokens, the one that stopped it included
+        self.thought = 0  # those of them that are reasoning
         self.done = False
 
     def push(self, delta: Delta) -> Piece | None:
         """The piece this delta makes; None when the sample was over before it."""
         if self.done:
             return None
-        raw, tokens = "", []
+        raw: list[str] = []
+        tokens: list[TextToken] = []
         last = len(delta.tokens) - 1
         for i, out in enumerate(delta.tokens):
             self.count += 1
             silent = delta.stop_token is not None and i == last
-            text = "" if silent else self._detokenizer.push(out.token)
-            tokens.append(TextToken(out, text))
-            raw += self._stops.push(text) if self.count >= self._least else text
-            if self._stops.matched is not None:
+            tokens.append(TextToken(out, "" if silent else self._decode(out.token, raw)))
+            self.thought += self._reader.thinking
+            if self._ends.matched is not None or self._satisfied:
                 break
         finish, reason = delta.finish_reason, delta.stop_token if delta.finish_reason else None
-        if finish is not None and self._stops.matched is None:
-            raw += self._stops.push(self._detokenizer.finish())
+        if finish is not None and self._ends.matched is None:
+            self._read(self._ends.push(self._detokenizer.finish(), None, watch=True), raw)
         stop: str | int | None = reason
-        if self._stops.matched is not None:
-            finish, stop = "stop", self._stops.matched
+        if self._ends.matched is not None:
+            finish, stop = "stop", self._ends.matched
+        elif self._satisfied:
+            finish, stop = "stop", None
         elif finish is not None:
-            raw += self._stops.finish()
-        thought, answer = self._split.push(raw)
+            self._read(self._ends.finish(), raw)
         if finish is not None:
             self.done = True
-            more_thought, more_answer = self._split.finish()
-            thought, answer = thought + more_thought, answer + more_answer
+            self._reader.finish(cut=finish != "stop" or self._ends.matched is not None)
+            if finish == "stop" and self._reader.completed and not self._reader.in_call:
+                finish = "tool_calls"
         return Piece(
             index=self._index,
-            text=answer,
-            reasoning=thought,
-            raw=raw,
+            events=merged(self._reader.take()),
+            raw="".join(raw),
             tokens=tuple(tokens),
             finish_reason=finish,
             stop_reason=stop,
             error=delta.error,
         )
+
+    @property
+    def _satisfied(self) -> bool:
+        """Whether the one call that was wanted is there."""
+        return not self._parallel and self._reader.completed > 0
+
+    def _decode(self, token: int, raw: list[str]) -> str:
+        """Read one token; its text, after what was held of a character before it."""
+        marker = self._markers.get(token)
+        before = "" if marker is None else self._detokenizer.finish()
+        text = self._detokenizer.push(token)
+        watch = self.count >= self._least
+        if before:
+            self._read(self._ends.push(before, None, watch=watch), raw)
+        self._read(self._ends.push(text, marker, watch=watch), raw)
+        return before + text
+
+    def _read(self, certain: list[tuple[str, str | None]], raw: list[str]) -> None:
+        for text, marker in certain:
+            raw.append(text)
+            if self._satisfied:
+                return
+            if marker is None:
+                self._reader.text(text)
+            else:
+                self._reader.mark(marker)
 
 
 @dataclass(slots=True)
@@ -145,3 +225,8 @@ class Answer:
     def completion_tokens(self) -> int:
         """Generated tokens of all samples."""
         return sum(s.count for s in self.samples)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        """Those of them that are reasoning."""
+        return sum(s.thought for s in self.samples)

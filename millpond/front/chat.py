@@ -1,4 +1,4 @@
-"""Messages to a prompt by the model's own template, and an answer split from its reasoning."""
+"""Messages to a prompt by the model's own template, and how its answer is to be read."""
 
 from __future__ import annotations
 
@@ -9,14 +9,22 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
 
-from jinja2 import TemplateError, TemplateSyntaxError
+from jinja2 import TemplateError, TemplateSyntaxError, meta
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from millpond.engine.constraint import Constraint
+from millpond.engine.constraint import Reasoning as ThinkBlock
 from millpond.errors import Refused, Rejected
-from millpond.front.text import Tokenizer, overlap
+from millpond.front.parsing.dialect import Dialect, Reading
+from millpond.front.parsing.reader import END_THINK, THINK
+from millpond.front.parsing.syntax import call_grammar
+from millpond.front.parsing.wish import ToolWish
+from millpond.front.text import Tokenizer
 
-THINK, END_THINK = "<think>", "</think>"
+SWITCH = {"none": False, "low": True, "medium": True, "high": True}
+"""Efforts of a template that can only switch thinking on and off."""
+
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 ROLES = ("system", "developer", "user", "assistant", "tool", "observation", "function")
 
@@ -38,6 +46,15 @@ class Prompt:
     in_reasoning: bool
 
 
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """How an answer is made and read; the fields of `Ask` of these names."""
+
+    reading: Reading
+    constraint: Constraint | None
+    reasoning: ThinkBlock | None
+
+
 class ChatTemplate:
     """One model's chat template, run in a sandbox that can change nothing."""
 
@@ -54,8 +71,90 @@ class ChatTemplate:
             raise Refused(f"chat template, line {error.lineno}: {error.message}") from error
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         self._tokens = {n: tokenizer.named(n) or "" for n in names} if tokenizer else {}
-        self.reasons = END_THINK in source
-        self.efforts = self._known_efforts() if "reasoning_effort" in source else frozenset()
+        self.dialect = Dialect.of(source, tokenizer)
+        read = meta.find_undeclared_variables(environment.parse(source))
+        self.variables = frozenset(read) - environment.globals.keys()
+        self.efforts = frozenset[str]()
+        if "reasoning_effort" in self.variables:
+            self.efforts = self._known_efforts()
+        elif "enable_thinking" in self.variables:
+            self.efforts = frozenset(SWITCH)
+
+    def effort(self, value: str | None) -> dict[str, Any]:
+        """The template's variables for a `reasoning_effort`.
+
+        Raises `Rejected` for one that the template does not tell from another.
+        """
+        if value is None:
+            return {}
+        if not isinstance(value, str) or value not in self.efforts:
+            known = ", ".join(sorted(self.efforts)) or "none at all"
+            raise Rejected(
+                f"reasoning_effort {value!r} is unknown to this model, it knows {known}",
+                param="reasoning_effort",
+            )
+        if "reasoning_effort" in self.variables:
+            return {"reasoning_effort": value}
+        return {"enable_thinking": SWITCH[value]}
+
+    def unknown(self, extra: Mapping[str, Any]) -> list[str]:
+        """Which of these variables the template never reads."""
+        return sorted(k for k in extra if k not in self.variables)
+
+    def plan(
+        self,
+        prompt: Prompt,
+        tools: ToolWish,
+        *,
+        constraint: Constraint | None = None,
+        thinking_budget: int | None = None,
+    ) -> Plan:
+        """How the answer to `prompt` is made and read. Raises `Rejected` naming what it cannot be.
+
+        `thinking_budget` is the number of tokens after which the think block is closed.
+        """
+        dialect = self.dialect
+        if tools.active and (dialect is None or dialect.family.call is None):
+            raise Rejected(
+                "this model's chat template has no tool calls that can be read",
+                param="tools",
+                code="unsupported",
+            )
+        if dialect is not None and tools.choice == "required":
+            if constraint is not None:
+                raise Rejected(
+                    f"tool_choice wants a call, which {constraint.param} leaves no room for",
+                    param="tool_choice",
+                )
+            text = call_grammar(dialect, tools.functions, parallel=tools.parallel)
+            constraint = Constraint(kind="grammar", text=text, param="tool_choice")
+        return Plan(
+            reading=Reading(dialect, prompt.in_reasoning, tools.kinds, tools.parallel),
+            constraint=constraint,
+            reasoning=self._think_block(prompt, constraint, thinking_budget),
+        )
+
+    def _think_block(
+        self, prompt: Prompt, constraint: Constraint | None, budget: int | None
+    ) -> ThinkBlock | None:
+        """What the engine has to know of the think block; None where it need not know of it."""
+        if budget is None and (constraint is None or not prompt.in_reasoning):
+            return None
+        if budget is not None and budget < 0:
+            raise Rejected("the thinking budget cannot be negative", param="thinking_token_budget")
+        end = self.dialect.token(END_THINK) if self.dialect else None
+        if self.dialect is None or end is None:
+            raise Rejected(
+                "this model has no token that ends its reasoning",
+                param="thinking_token_budget" if constraint is None else constraint.param,
+                code="unsupported",
+            )
+        return ThinkBlock(
+            end_token=end,
+            is_open=prompt.in_reasoning,
+            start_token=self.dialect.token(THINK),
+            budget=budget,
+        )
 
     def _known_efforts(self) -> frozenset[str]:
         """The values of `reasoning_effort` this template tells apart, found by trying them."""
@@ -90,6 +189,9 @@ class ChatTemplate:
 
         Raises `Rejected` for messages that it, or the template, cannot take.
         """
+        given = (extra or {}).get("reasoning_effort")
+        if self.efforts and "reasoning_effort" in self.variables:
+            self.effort(given)
         known = [normalise(m, i) for i, m in enumerate(messages)]
         if not known:
             raise Rejected("messages is empty", param="messages")
@@ -136,7 +238,13 @@ def normalise(message: Mapping[str, Any], index: int = 0) -> dict[str, Any]:
             f"{where}.role must be one of {', '.join(ROLES)}, not {role!r}", param="messages"
         )
     made: dict[str, Any] = {k: v for k, v in message.items() if v is not None}
-    made["role"] = "system" if role == "developer" else role
+    made["role"] = {"developer": "system", "function": "tool"}.get(role, role)
+    if "function_call" in made:
+        raise Rejected(
+            f"{where}.function_call is not supported: use tool_calls",
+            param="messages",
+            code="unsupported",
+        )
     made["content"] = _text_of(message.get("content"), where)
     thought = made.pop("reasoning", None)
     if role == "assistant" and isinstance(thought, str):
@@ -192,53 +300,3 @@ def _call(call: Any, where: str) -> dict[str, Any]:
             param="messages",
         )
     return {**call, "function": {**function, "arguments": dict(arguments)}}
-
-
-class ReasoningSplit:
-    """Cuts a stream of text into reasoning and answer at `</think>`, whatever the pieces are.
-
-    Line breaks next to the markers belong to neither. What may be part of a marker is held back.
-    """
-
-    def __init__(self, *, active: bool, in_reasoning: bool) -> None:
-        self._phase = "reasoning" if in_reasoning else "start" if active else "answer"
-        self._held = ""
-        self._at_start = True  # line breaks are dropped until something else comes
-        if not active:
-            self._at_start = False
-
-    def push(self, text: str) -> tuple[str, str]:
-        """(reasoning, answer) that became certain."""
-        text = self._held + text
-        self._held = ""
-        if self._phase == "start":
-            seen = text.lstrip()
-            if not seen or (len(seen) < len(THINK) and THINK.startswith(seen)):
-                self._held = text
-                return "", ""
-            self._phase = "reasoning" if seen.startswith(THINK) else "answer"
-            self._at_start = self._phase == "reasoning"
-            text = seen[len(THINK) :] if self._phase == "reasoning" else text
-        if self._phase == "answer":
-            return "", self._trim(text)
-        thought, marker, answer = text.partition(END_THINK)
-        if marker:
-            thought = self._trim(thought).rstrip("\n")
-            self._phase, self._at_start = "answer", True
-            return thought, self._trim(answer)
-        keep = overlap(text, END_THINK)
-        body = text[: len(text) - keep].rstrip("\n")
-        self._held = text[len(body) :]
-        return self._trim(body), ""
-
-    def finish(self) -> tuple[str, str]:
-        """What was held back for a marker that did not come."""
-        held, self._held = self._held, ""
-        held = self._trim(held)
-        return (held, "") if self._phase == "reasoning" else ("", held)
-
-    def _trim(self, text: str) -> str:
-        if self._at_start:
-            text = text.lstrip("\n")
-            self._at_start = not text
-        return text

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from millpond.config import GenerationConfig, Resolved
+from millpond.engine.constraint import Constraint
 from millpond.engine.types import Delta, EngineRequest, EngineStats
 from millpond.errors import Rejected
 from millpond.front.answer import Answer, Ask, Piece
 from millpond.front.chat import ChatTemplate
 from millpond.front.metrics import Metrics
+from millpond.front.parsing.wish import ToolWish
 from millpond.front.sampling import Defaults, to_params
 from millpond.front.text import Tokenizer
 
@@ -109,21 +111,33 @@ class Service:
         *,
         fill: bool = False,
         template: Mapping[str, Any] | None = None,
+        tools: ToolWish | None = None,
+        thinking_budget: int | None = None,
+        constraint: Constraint | None = None,
         **how: Any,
     ) -> Ask:
-        """An `Ask` for a conversation; `template` are arguments of `ChatTemplate.render`."""
+        """An `Ask` for a conversation; `template` are arguments of `ChatTemplate.render`.
+
+        After `thinking_budget` tokens of thinking the think block is closed.
+        """
         if self.template is None:
             raise Rejected(
                 f"{self.name} has no chat template: use plain completions", code="no_chat_template"
             )
-        prompt = self.template.render(messages, **(template or {}))
+        tools = tools or ToolWish.none()
+        shown = {"tools": tools.for_template, **(template or {})}
+        prompt = self.template.render(messages, **shown)
+        plan = self.template.plan(
+            prompt, tools, constraint=constraint, thinking_budget=thinking_budget
+        )
         return self.ask(
             prompt.text,
             wish,
             fill=fill,
             add_special_tokens=False,  # the template has written them
-            reasons=self.template.reasons,
-            in_reasoning=prompt.in_reasoning,
+            reading=plan.reading,
+            constraint=plan.constraint,
+            reasoning=plan.reasoning,
             **how,
         )
 
@@ -148,6 +162,8 @@ class Flight:
                     params=a.params,
                     priority=a.priority,
                     cache_salt=a.cache_salt,
+                    constraint=a.constraint,
+                    reasoning=a.reasoning,
                 )
                 self._streams.append(service.engine.submit(request))
         except BaseException:

@@ -1,18 +1,24 @@
-"""Templates and the split of an answer from its reasoning."""
+"""Templates: what they render, and what they say about answers."""
 
 from __future__ import annotations
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from typing import Any
 
+import pytest
+
+from millpond.engine.constraint import Constraint
+from millpond.engine.constraint import Reasoning as ThinkBlock
 from millpond.errors import Refused, Rejected
-from millpond.front.chat import ChatTemplate, ReasoningSplit
+from millpond.front.chat import ChatTemplate, Plan
+from millpond.front.parsing.wish import ToolWish
 from millpond.front.text import Tokenizer
 from tests.front.conftest import BUNDLED
-from tests.front.test_text import split
 
 TOKENIZER = Tokenizer(BUNDLED)
+SOURCE = (BUNDLED / "chat_template.jinja").read_text("utf-8")
+QWEN = ChatTemplate(
+    (BUNDLED.parent / "millpond-tiny-qwen" / "chat_template.jinja").read_text("utf-8"), TOKENIZER
+)
 USER = {"role": "user", "content": "Hi"}
 
 
@@ -66,6 +72,7 @@ def test_json_in_templates_is_not_escaped_for_html():
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}],
         [{"role": "assistant", "tool_calls": ["x"]}],
         [{"role": "assistant", "tool_calls": 1}],
+        [{"role": "assistant", "function_call": {"name": "f", "arguments": "{}"}}],
         [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "[1]"}}]}],
     ],
 )
@@ -117,39 +124,118 @@ def test_a_final_message_is_continued_where_it_ends():
     assert not prompt.in_reasoning
 
 
-MARKS = ["</think>", "<think>", "</thi", "nk>", "<", "a", "\n"]
-THOUGHTS = st.lists(st.sampled_from(MARKS), max_size=6).map("".join)
+@pytest.mark.parametrize(
+    ("value", "variables"),
+    [(None, {}), ("low", {"reasoning_effort": "low"}), ("max", {"reasoning_effort": "max"})],
+)
+def test_an_effort_becomes_a_variable_of_the_template(value, variables):
+    assert glm().effort(value) == variables
 
 
-@given(THOUGHTS, st.booleans(), st.lists(st.integers(0, 40)))
-def test_reasoning_is_split_alike_however_the_text_is_cut(text, opened, cuts):
-    def run(pieces: list[str]) -> tuple[str, str]:
-        splitter = ReasoningSplit(active=True, in_reasoning=opened)
-        got = [*(splitter.push(p) for p in pieces), splitter.finish()]
-        return "".join(r for r, _ in got), "".join(a for _, a in got)
-
-    assert run(split(text, cuts)) == run([text]) == run(list(text))
+@pytest.mark.parametrize("value", ["none", "medium", "LOW", "", 3, ["low"]])
+def test_an_effort_that_would_silently_be_another_is_refused(value):
+    with pytest.raises(Rejected, match="high, low, max") as caught:
+        glm().effort(value)
+    assert caught.value.param == "reasoning_effort"
+    with pytest.raises(Rejected):
+        glm().render([USER], extra={"reasoning_effort": value})
 
 
 @pytest.mark.parametrize(
-    "text, opened, expected",
-    [
-        ("a\n</think>\n\n4", True, ("a", "4")),
-        ("a</think>4\n", True, ("a", "4\n")),
-        ("</think>4", True, ("", "4")),
-        ("a</thin", True, ("a</thin", "")),
-        ("<think>\na</think>4", False, ("a", "4")),
-        (" <think>a</think>4", False, ("a", "4")),
-        ("4 < 5", False, ("", "4 < 5")),
-        ("", True, ("", "")),
-    ],
+    ("value", "on"), [("none", False), ("low", True), ("medium", True), ("high", True)]
 )
-def test_reasoning_ends_at_its_marker(text, opened, expected):
-    splitter = ReasoningSplit(active=True, in_reasoning=opened)
-    first, last = splitter.push(text), splitter.finish()
-    assert (first[0] + last[0], first[1] + last[1]) == expected
+def test_an_effort_is_a_switch_where_the_template_has_only_that(value, on):
+    assert QWEN.effort(value) == {"enable_thinking": on}
+    assert QWEN.render([USER], extra=QWEN.effort(value)).in_reasoning == on
 
 
-def test_without_a_think_block_nothing_is_touched():
-    splitter = ReasoningSplit(active=False, in_reasoning=False)
-    assert splitter.push("\n<think>a</think>") == ("", "\n<think>a</think>")
+def test_a_template_without_reasoning_has_no_effort():
+    with pytest.raises(Rejected, match="none at all"):
+        ChatTemplate("{{ messages[0].content }}").effort("low")
+
+
+def test_variables_that_the_template_never_reads_are_told():
+    assert glm().unknown({"enable_thinking": False, "clear_thinking": True}) == ["enable_thinking"]
+    assert QWEN.unknown({"enable_thinking": False, "thinking": 1}) == ["thinking"]
+
+
+def test_an_old_function_message_is_a_tool_message():
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    asked = [USER, {"role": "assistant", "content": None, "tool_calls": [call]}]
+    texts = [
+        glm().render([*asked, {"role": role, "name": "f", "content": "42"}]).text
+        for role in ("tool", "function")
+    ]
+    assert texts[0] == texts[1]
+    assert "<|observation|><tool_response>42</tool_response>" in texts[0]
+
+
+def test_a_developer_message_is_a_system_message():
+    texts = [glm().render([{"role": r, "content": "s"}, USER]) for r in ("system", "developer")]
+    assert texts[0] == texts[1]
+
+
+TOOL = {"type": "function", "function": {"name": "now"}}
+
+
+def plan(template: ChatTemplate, tools: ToolWish | None = None, **how: Any) -> Plan:
+    """What is planned for a question."""
+    tools = tools or ToolWish.none()
+    return template.plan(template.render([USER], tools=tools.for_template), tools, **how)
+
+
+def test_a_plain_question_plans_neither_tools_nor_a_grammar():
+    made = plan(glm())
+    assert made.reading.in_reasoning
+    assert made.reading.tools == ()
+    assert (made.constraint, made.reasoning) == (None, None)
+
+
+@pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "now"}}])
+def test_a_call_that_is_wanted_becomes_a_grammar_after_the_reasoning(choice):
+    made = plan(glm(), ToolWish.of([TOOL], choice))
+    assert made.constraint is not None
+    assert made.constraint.kind == "grammar"
+    assert made.constraint.param == "tool_choice"
+    assert made.reasoning == ThinkBlock(
+        end_token=TOKENIZER.token_id("</think>"),
+        is_open=True,
+        start_token=TOKENIZER.token_id("<think>"),
+    )
+    assert [t.name for t in made.reading.tools] == ["now"]
+
+
+def test_tools_that_may_be_called_need_no_grammar():
+    made = plan(glm(), ToolWish.of([TOOL]))
+    assert (made.constraint, made.reasoning) == (None, None)
+    assert [t.name for t in made.reading.tools] == ["now"]
+
+
+def test_a_thinking_budget_names_the_token_that_ends_thinking():
+    made = plan(glm(), thinking_budget=7)
+    assert made.reasoning is not None
+    assert made.reasoning.budget == 7
+    assert made.reasoning.end_token == TOKENIZER.token_id("</think>")
+
+
+def test_a_constraint_starts_after_the_reasoning_if_there_is_any():
+    json_object = Constraint(kind="json_object")
+    assert plan(glm(), constraint=json_object).reasoning is not None
+    off = QWEN.render([USER], extra={"enable_thinking": False})
+    assert QWEN.plan(off, ToolWish.none(), constraint=json_object).reasoning is None
+
+
+def test_what_cannot_be_planned_is_refused_by_name():
+    plain = ChatTemplate("{{ messages[0].content }}", TOKENIZER)
+    wanted = ToolWish.of([TOOL], "required")
+    json_object = Constraint(kind="json_object")
+    for template, how, param in (
+        (plain, {"tools": wanted}, "tools"),
+        (plain, {"thinking_budget": 1}, "thinking_token_budget"),
+        (glm(), {"thinking_budget": -1}, "thinking_token_budget"),
+        (glm(), {"tools": wanted, "constraint": json_object}, "tool_choice"),
+        (ChatTemplate(SOURCE), {"constraint": json_object}, "response_format"),
+    ):
+        with pytest.raises(Rejected) as caught:
+            plan(template, **how)
+        assert caught.value.param == param
