@@ -6,9 +6,10 @@ Knows sequences as holders only; who may push out whom is the scheduler's busine
 from __future__ import annotations
 
 from millpond.engine.counters import Counters
+from millpond.engine.rate import PrefillRate
 from millpond.engine.request import NO_SEAT, Sequence
 from millpond.engine.settings import EngineSettings
-from millpond.plan.step import PAGE_SIZE, Capabilities
+from millpond.plan.step import PAGE_SIZE, Capabilities, StepPlan
 from millpond.state.checkpoint import AnchorKind, Checkpoint, prefix_salt
 from millpond.state.lease import ReaderLease, Seat
 from millpond.state.pages import PagePool
@@ -28,11 +29,14 @@ class Ledger:
         self.settings = settings
         self.pool = StatePool(capabilities.num_slots)
         self.pages = PagePool(capabilities.num_pages)
+        self.prefill_rate = PrefillRate()
         self.index = PrefixIndex(
             self.pool,
             self.pages,
             PAGE_SIZE,
             alignment=settings.smallest_prefix(capabilities),
+            seconds=self.prefill_rate.seconds,
+            eviction_policy=settings.eviction_policy,
         )
         self.seats = [Seat(seat) for seat in reversed(range(settings.max_batch_size))]
         self.epoch = 0
@@ -46,6 +50,14 @@ class Ledger:
             adapter="",
             cache_salt=cache_salt,
         )
+
+    def measured(self, plan: StepPlan, seconds: float) -> None:
+        """A step took so long: what there is to save by keeping checkpoints follows from it."""
+        tokens = sum(len(row.tokens) for row in plan.prefill)
+        rows = len(plan.decode) + len(plan.verify)
+        dearer = self.prefill_rate.observe(tokens, rows, seconds)
+        if dearer != 1.0:
+            self.index.order.reprice(dearer)
 
     # Making room.
 

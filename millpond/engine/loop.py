@@ -48,15 +48,18 @@ class Engine:
         executor: Executor,
         sink: Sink | None = None,
         grammars: Grammars | None = None,
+        clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         """`Refused` when the settings do not fit the executor. With a `sink`, streams stay empty.
 
-        Without `grammars`, which it closes in the end, no constraint is served.
+        Without `grammars`, which it closes in the end, no constraint is served. `clock` times
+        steps, in seconds.
         """
         self.settings = settings
         self.capabilities = executor.capabilities
         settings.check(self.capabilities)
         self._executor = executor
+        self._clock = clock
         self._ledger = Ledger(settings, self.capabilities)
         self._scheduler = Scheduler(self._ledger, self.capabilities)
         self._outbox = Outbox(self._ledger.counters, self._forget, sink)
@@ -288,8 +291,9 @@ class Engine:
             return self._guidance.wait_for_one(running)
         self._guidance.bind(scheduled, drafting=self.capabilities.num_draft_tokens > 0)
         self._audit(scheduled)
+        plan, began = scheduled.plan, self._clock()
         try:
-            result = self._executor.execute(scheduled.plan)
+            result = self._executor.execute(plan)
         except StepFailed as error:
             logger.warning("step %d failed: %s", scheduled.plan.step, error)
             self._finish_step(scheduled, None, str(error))
@@ -298,6 +302,7 @@ class Engine:
             self._finish_step(scheduled, None, str(error))
             self._die(error)
         else:
+            self._ledger.measured(plan, self._clock() - began)
             self._finish_step(scheduled, result, "")
         self._audit(None)
         return True

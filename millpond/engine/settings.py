@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from millpond.errors import Refused
 from millpond.plan.checkpoints import CheckpointMode, anchor_step
 from millpond.plan.step import PAGE_SIZE, Capabilities
+from millpond.state.value import EvictionPolicy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,11 +16,13 @@ class EngineSettings:
 
     `max_batch_size` sequences run at once; `max_prefill_tokens` tokens of prompts (and of
     recomputed answers) are folded per step; a sequence holds at most `session_len` tokens.
-    `checkpoint_budget` is the number of slots that checkpoints may hold; `prefill_save_alignment`
-    and `checkpoint_interval` are in tokens (an interval of 0: no ladder); so is
-    `decode_checkpoint_interval`, of checkpoints along an answer (0: none). With `hold_and_join` a
-    request waits for another that computes the beginning they share. `debug_audit` checks
-    every invariant after every step, `debug_poison` has freed slots and pages overwritten.
+    `checkpoint_budget` is the number of slots that checkpoints may hold, `eviction_policy` what
+    goes when there are more (the least worth; for comparison the least recently used);
+    `prefill_save_alignment` and `checkpoint_interval` are in tokens (an interval of 0: no ladder);
+    so is `decode_checkpoint_interval`, of checkpoints along an answer (0: none). With
+    `hold_and_join` a request waits for another that computes the beginning they share.
+    `debug_audit` checks every invariant after every step, `debug_poison` has freed slots and pages
+    overwritten.
     """
 
     max_batch_size: int
@@ -31,6 +34,7 @@ class EngineSettings:
     checkpoint_interval: int = 4096
     decode_checkpoint_interval: int = 0
     checkpoint_budget: int = 8
+    eviction_policy: EvictionPolicy = "value"
     hold_and_join: bool = True
     eos_token_ids: tuple[int, ...] = ()
     debug_audit: bool = False

@@ -104,6 +104,7 @@ class EvictionOrder:
         self._heap: list[tuple[float, int, Standing]] = []
         self._entries = 0
         self._number = 0
+        self._unit = 1.0  # seconds that one of a key stands for
         self.level = 0.0
         self.kept: Counter[Class] = Counter()
         self.lost: Counter[Class] = Counter()
@@ -171,6 +172,10 @@ class EvictionOrder:
             above.uses += self._faded(standing)
         return Departure(unused)
 
+    def reprice(self, factor: float) -> None:
+        """All seconds are `factor` times as many from here on, which changes no order."""
+        self._unit *= factor
+
     def clear(self) -> None:
         """Forget all checkpoints; what was learned of their classes stays."""
         self._standings.clear()
@@ -212,8 +217,8 @@ class EvictionOrder:
             return standing.number
         above = self._above(standing)
         start = 0 if above is None else above.checkpoint.end
-        evidence = standing.uses + standing.usual
-        return standing.base + evidence * self._seconds(start, standing.checkpoint.end)
+        worth = (standing.uses + standing.usual) * self._seconds(start, standing.checkpoint.end)
+        return standing.base + worth / self._unit
 
     def _above(self, standing: Standing) -> Standing | None:
         """The next shallower anchor that is left; the way to it is shortened for the next time."""
