@@ -23,7 +23,7 @@ MODEL is a directory in the Hugging Face layout, or the name of a bundled model.
 `millpond COMMAND --help` lists the flags, `millpond --version` prints the version."""
 
 COMMANDS: dict[str, tuple[type[Any], str, str]] = {
-    "serve": (ServeFlags, "millpond.front.commands", "serve"),
+    "serve": (ServeFlags, "millpond.front.serving", "serve"),
     "chat": (ChatFlags, "millpond.front.commands", "chat"),
     "doctor": (DoctorFlags, "millpond.front.commands", "doctor"),
     "eval": (EvalFlags, "millpond.evaluate.command", "evaluate"),

@@ -2,38 +2,13 @@
 
 from __future__ import annotations
 
-from rich.console import Console
-
 from millpond.config import GenerationConfig
 from millpond.front import doctor as doctor_command
-from millpond.front import plan, server, terminal
-from millpond.front.compose import Planned, open_service
-from millpond.front.flags import ChatFlags, DoctorFlags, ServeFlags
+from millpond.front import terminal
+from millpond.front.compose import open_service
+from millpond.front.flags import ChatFlags, DoctorFlags
 from millpond.front.pipeline import Pipeline
 from millpond.telemetry import log_to_stderr
-
-
-def _show(planned: Planned) -> None:
-    Console(stderr=True, highlight=False).print(plan.table(planned.resolved, planned.facts))
-
-
-def serve(flags: ServeFlags) -> int:
-    """Serve until told to stop."""
-    log_to_stderr(flags.log_level)
-    with server.bind(flags.server_name, flags.server_port) as address:
-        service = open_service(
-            flags.model,
-            flags.engine(),
-            flags.speculative(),
-            name=flags.model_name,
-            on_plan=_show,
-        )
-        try:
-            return server.serve(
-                service, address, drain_seconds=flags.drain_seconds, log_level=flags.log_level
-            )
-        finally:
-            service.engine.close(drain=False, timeout=10.0)
 
 
 def chat(flags: ChatFlags) -> int:

@@ -11,46 +11,35 @@ from pathlib import Path
 
 import torch
 
-import millpond
 from millpond.config import (
     ModelFacts,
     PytorchEngineConfig,
     Resolved,
     SpeculativeConfig,
     check,
+    num_drafts,
     resolve,
 )
 from millpond.engine.loop import Engine
+from millpond.engine.outbox import Sink
 from millpond.engine.settings import EngineSettings
+from millpond.engine.types import EngineRequest
 from millpond.errors import Refused
 from millpond.executor.build import build_executor
 from millpond.front import plan
-from millpond.front.chat import ChatTemplate
+from millpond.front.directory import Texts, locate
 from millpond.front.machine import free_memory
-from millpond.front.metrics import Metrics
-from millpond.front.sampling import Defaults
 from millpond.front.service import Service
-from millpond.front.text import Tokenizer
+from millpond.front.startup import Startup
 from millpond.models.base import describe
+from millpond.plan.sampling import SamplingParams
+from millpond.plan.step import Executor
 from millpond.runtime.worker import choose_device, model_facts
 from millpond.telemetry import logger
 
 log = logger("start")
-BUNDLED = Path(millpond.__file__).parent / "bundled"
-DEFAULT_MODEL = "millpond-tiny-glm"
-
-
-def locate(model: str | Path | None) -> Path:
-    """The directory of a model, named or bundled. Raises `Refused` naming what there is."""
-    path = Path(model or DEFAULT_MODEL).expanduser()
-    bundled = BUNDLED / path
-    for directory in (path, bundled):
-        if (directory / "config.json").is_file():
-            return directory.resolve()
-    names = ", ".join(sorted(p.name for p in BUNDLED.iterdir() if (p / "config.json").is_file()))
-    if path.is_dir():
-        raise Refused(f"{path} holds no config.json: it is not a model in the Hugging Face layout")
-    raise Refused(f"no model at {path}: neither a directory nor one of the bundled {names}")
+WARM_PROMPT = 96
+"""Tokens: more than a page, and no whole number of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +51,7 @@ class Planned:
     eos_token_ids: tuple[int, ...]
     resolved: Resolved
     executor: str
+    vocab_size: int
 
 
 def plan_model(
@@ -76,14 +66,82 @@ def plan_model(
     wanted = "cpu" if model is None and config.device == "auto" else config.device
     device = choose_device(wanted)
     description = describe(directory)
-    facts = model_facts(description, dtype=config.dtype, device=str(device))
+    drafts = num_drafts(speculative)
+    facts = model_facts(
+        description, dtype=config.dtype, device=str(device), num_draft_tokens=drafts
+    )
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
     available = max(0, free - facts.weight_bytes)
     resolved = resolve(
         config, facts, available=available, device=device.type, speculative=speculative
     )
-    eos = description.eos_token_ids
-    return Planned(directory, facts, eos, resolved, config.distributed_executor_backend)
+    return Planned(
+        directory=directory,
+        facts=facts,
+        eos_token_ids=description.eos_token_ids,
+        resolved=resolved,
+        executor=config.distributed_executor_backend,
+        vocab_size=description.config.vocab_size,
+    )
+
+
+def open_engine(
+    planned: Planned,
+    *,
+    sink: Sink | None = None,
+    on_phase: Callable[[str], object] = lambda name: None,
+    warm: bool = False,
+) -> Engine:
+    """Load what was planned; the engine is not started. `warm` runs every path once before.
+
+    `on_phase` hears of each phase as it begins: loading, warm-up. Raises `Refused`.
+    """
+    settings = _settings(planned)
+    with ExitStack() as undo:
+        on_phase("loading")
+        executor = build_executor(planned.directory, planned.resolved, planned.executor)
+        undo.callback(executor.close)
+        if warm:
+            on_phase("warm-up")
+            warm_up(settings, executor)
+        engine = Engine(settings, executor, sink)
+        undo.pop_all()  # the engine closes it from here on
+    return engine
+
+
+class _Kept:
+    """An executor that outlives the engine which is told to close it."""
+
+    def __init__(self, executor: Executor) -> None:
+        self.capabilities = executor.capabilities
+        self.execute = executor.execute
+
+    def close(self) -> None:
+        """Nothing: it is still needed."""
+
+
+def warm_up(settings: EngineSettings, executor: Executor) -> None:
+    """Run prefill, decoding and sampling once, so that nobody's first request pays for it.
+
+    By an engine of its own, whose ledger and counters are then forgotten. Raises `Refused` when
+    nothing comes out.
+    """
+    engine = Engine(settings, _Kept(executor))
+    token = next(
+        t for t in range(len(settings.eos_token_ids) + 1) if t not in settings.eos_token_ids
+    )
+    for temperature in (0.0, 1.0):
+        room = min(settings.session_len, executor.capabilities.max_position)
+        params = SamplingParams(max_tokens=3, temperature=temperature, ignore_eos=True)
+        prompt = (token,) * max(1, min(WARM_PROMPT, room - params.max_tokens))
+        request = EngineRequest(request_id=f"warm-{temperature}", tokens=prompt, params=params)
+        stream = engine.submit(request)
+        while engine.step():
+            pass
+        last = [delta.finish_reason for delta in stream][-1]
+        if last != "length":
+            raise Refused(f"the model does not run: a first request ended with {last!r}")
+    engine.close(drain=False)
 
 
 def open_service(
@@ -93,64 +151,27 @@ def open_service(
     *,
     name: str | None = None,
     chat_template: str | Path | None = None,
-    on_plan: Callable[[Planned], None] | None = None,
+    on_plan: Callable[[Planned], object] | None = None,
 ) -> Service:
-    """A running service. `on_plan` sees the plan before weights are read. Raises `Refused`."""
-    metrics, begin = Metrics(), time.perf_counter()
+    """A service whose engine runs in this process. Raises `Refused`.
+
+    `on_plan` sees the plan before weights are read; without one, the plan is logged.
+    """
+    begin = time.perf_counter()
     planned = plan_model(model, config, speculative)
-    directory, resolved = planned.directory, planned.resolved
-    log.info("%s", plan.line(resolved, planned.facts))
-    for note in resolved.notes:
-        log.warning("%s", note)
-    if on_plan is not None:
+    if on_plan is None:
+        log.info("%s", plan.line(planned.resolved, planned.facts))
+        for note in planned.resolved.notes:
+            log.warning("%s", note)
+    else:
         on_plan(planned)
-    tokenizer = Tokenizer(directory)
-    template = _template(chat_template, directory, tokenizer)
-    defaults = Defaults.of_model(directory)
-    planned_at = time.perf_counter()
-    with ExitStack() as undo:
-        executor = build_executor(directory, resolved, planned.executor)
-        undo.callback(executor.close)
-        loaded_at = time.perf_counter()
-        capabilities = executor.capabilities
-        if tokenizer.vocab_size > capabilities.vocab_size:
-            raise Refused(
-                f"{directory}: the tokenizer has {tokenizer.vocab_size} tokens, the model only "
-                f"{capabilities.vocab_size}: they do not belong together"
-            )
-        engine = Engine(_settings(planned), executor)
-        undo.pop_all()  # the engine closes it from here on
+    texts = Texts.read(planned.directory, chat_template)
+    texts.fit(planned.vocab_size)
+    startup = Startup(begin)
+    engine = open_engine(planned, on_phase=startup.enter)
     engine.start()
-    log.info("sampling defaults of the model: %s", defaults)
-    metrics.startup("plan", planned_at - begin)
-    metrics.startup("load", loaded_at - planned_at)
-    log.info("ready in %.1f s", time.perf_counter() - begin)
-    return Service(
-        name=name or directory.name,
-        directory=directory,
-        tokenizer=tokenizer,
-        template=template,
-        defaults=defaults,
-        resolved=resolved,
-        vocab_size=capabilities.vocab_size,
-        engine=engine,
-        metrics=metrics,
-    )
-
-
-def _template(
-    given: str | Path | None, directory: Path, tokenizer: Tokenizer
-) -> ChatTemplate | None:
-    """The template handed in, as a file or as text, or the model's own."""
-    if given is None:
-        return ChatTemplate.of_model(directory, tokenizer)
-    text = str(given)
-    if "{" in text:
-        return ChatTemplate(text, tokenizer)
-    try:
-        return ChatTemplate(Path(text).read_text("utf-8"), tokenizer)
-    except (OSError, ValueError) as error:
-        raise Refused(f"cannot read the chat template {text}: {error}") from error
+    startup.enter("ready")
+    return Service.of(texts, planned.resolved, planned.vocab_size, engine, startup, name=name)
 
 
 def _settings(planned: Planned) -> EngineSettings:
@@ -163,6 +184,7 @@ def _settings(planned: Planned) -> EngineSettings:
         checkpoint_mode=resolved.checkpoint_mode,
         prefill_save_alignment=resolved.prefill_save_alignment,
         checkpoint_interval=resolved.checkpoint_interval,
+        decode_checkpoint_interval=resolved.decode_checkpoint_interval,
         checkpoint_budget=resolved.checkpoint_budget,
         eos_token_ids=planned.eos_token_ids,
         debug_audit=resolved.debug_audit,

@@ -56,6 +56,12 @@ HELP = {
     "server_name": "address to listen on",
     "server_port": "port to listen on",
     "log_level": "DEBUG, INFO, WARNING or ERROR",
+    "embedded": "run the engine in the server's own process",
+    "api_key": "a key that clients must send; may be given several times",
+    "api_key_file": "a file with a key a line",
+    "enable_admin": "open the routes that change what others are served",
+    "max_queued": "prompts that may wait beside those that run; more are told to come back",
+    "max_body": "the largest body of a request, such as 8MiB",
     "drain_seconds": "how long running requests may go on after a signal to end",
     "speculative_algorithm": "deepseek_mtp: the model's own draft layer",
     "speculative_num_draft_tokens": "drafts a step, 0 to 7",
@@ -177,6 +183,12 @@ class ServeFlags(_Engine):  # type: ignore[valid-type,misc]
     model_name: Annotated[str | None, _help("model_name")] = None
     server_name: Annotated[str, _help("server_name")] = "127.0.0.1"
     server_port: Annotated[int, Field(ge=0, le=65535, description=HELP["server_port"])] = 23333
+    embedded: Annotated[bool, _help("embedded")] = False
+    api_key: Annotated[tuple[str, ...], _help("api_key")] = ()
+    api_key_file: Annotated[str | None, _help("api_key_file")] = None
+    enable_admin: Annotated[bool, _help("enable_admin")] = False
+    max_queued: Annotated[int, Field(ge=0, description=HELP["max_queued"])] = 4096
+    max_body: Annotated[str, _help("max_body")] = "8MiB"
     drain_seconds: Annotated[float, Field(gt=0, description=HELP["drain_seconds"])] = 30.0
     log_level: Annotated[str, _help("log_level")] = "INFO"
 

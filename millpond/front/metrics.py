@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from millpond.engine.types import EngineStats
+from millpond.errors import Unavailable
+from millpond.front.startup import Startup
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -27,13 +29,6 @@ class Metrics:
             ("route", "status"),
             registry=self.registry,
         )
-        self._startup = Gauge(
-            "millpond_startup_seconds", "Seconds to start", ("phase",), registry=self.registry
-        )
-
-    def startup(self, phase: str, seconds: float) -> None:
-        """A phase of the start took `seconds`."""
-        self._startup.labels(phase).set(seconds)
 
     def _histogram(self, name: str, text: str) -> Histogram:
         return Histogram(f"millpond_{name}_seconds", text, buckets=_SECONDS, registry=self.registry)
@@ -58,6 +53,10 @@ class Metrics:
         """Read the engine's own counters through `stats` at every collection."""
         self.registry.register(_EngineCollector(stats))
 
+    def read_startup(self, startup: Startup) -> None:
+        """Read how long each phase of the start took, at every collection."""
+        self.registry.register(_StartupCollector(startup))
+
     def exposition(self) -> bytes:
         """The text format."""
         return generate_latest(self.registry)
@@ -74,8 +73,11 @@ class _EngineCollector(Collector):
         return ()
 
     def collect(self) -> Iterable[Metric]:
-        """All families, from one snapshot."""
-        s = self._stats()
+        """All families, from one snapshot; none of an engine that has never answered."""
+        try:
+            s = self._stats()
+        except Unavailable:
+            return
         yield _gauge("requests_running", "Requests with a seat", s.requests_running)
         waiting = GaugeMetricFamily(
             "millpond_requests_waiting", "Requests without a seat", labels=["reason"]
@@ -129,6 +131,24 @@ class _EngineCollector(Collector):
             family = CounterMetricFamily(f"millpond_{name}", text)
             family.add_metric([], value)
             yield family
+
+
+class _StartupCollector(Collector):
+    """Seconds of each phase of the start that is over."""
+
+    def __init__(self, startup: Startup) -> None:
+        self._startup = startup
+
+    def describe(self) -> Iterable[Metric]:
+        """Nothing up front: phases are known when they are over."""
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        """One family."""
+        family = GaugeMetricFamily("millpond_startup_seconds", "Seconds to start", labels=["phase"])
+        for phase, seconds in dict(self._startup.seconds).items():
+            family.add_metric([phase], seconds)
+        yield family
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import resource
 import signal
 import socket
 import threading
 import uuid
 from contextlib import ExitStack
+from dataclasses import dataclass, field
 from types import FrameType
 
 import uvicorn
@@ -17,8 +21,9 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 import millpond
-from millpond.errors import MillpondError, Refused
+from millpond.errors import Busy, MillpondError, Refused
 from millpond.front import operations, replies
+from millpond.front.guard import Guard, Limits
 from millpond.front.routes.all import routers
 from millpond.front.service import Service
 from millpond.front.transport import ClientGone
@@ -27,8 +32,25 @@ from millpond.telemetry import logger
 log = logger("server")
 
 
-def build_app(service: Service) -> FastAPI:
+FAREWELL = 1.0
+"""Seconds for which a server whose engine has failed still says so, before it ends."""
+HURRY = 3.0
+"""Seconds that connections are given to end once they have been broken off."""
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How a server behaves. `admin` opens the routes that change what others are served."""
+
+    limits: Limits = field(default_factory=Limits)
+    admin: bool = False
+    drain_seconds: float = 30.0
+    log_level: str = "INFO"
+
+
+def build_app(service: Service, options: Options | None = None) -> FastAPI:
     """The application; it neither starts nor closes the engine."""
+    options = options or Options()
     app = FastAPI(
         title="millpond",
         version=millpond.__version__,
@@ -39,20 +61,24 @@ def build_app(service: Service) -> FastAPI:
     for router in routers(service):
         app.include_router(router)
     app.include_router(operations.routes(service))
+    app.include_router(operations.admin_routes(service, enabled=options.admin))
     app.add_exception_handler(MillpondError, _ours)
     app.add_exception_handler(RequestValidationError, _invalid)
     app.add_exception_handler(HTTPException, _http)
     app.add_exception_handler(ClientGone, _gone)
     app.add_exception_handler(Exception, _unforeseen)
-    app.add_middleware(_Envelope, service=service)
+    app.add_middleware(Guard, limits=options.limits)
+    app.add_middleware(_Envelope, service=service)  # the last one added sees a request first
     service.metrics.read_engine(service.engine.stats)
+    service.metrics.read_startup(service.startup)
     return app
 
 
 async def _ours(request: Request, error: Exception) -> Response:
     assert isinstance(error, MillpondError)
     status = replies.status_of(error)
-    headers = {"retry-after": "1"} if status == 503 else None
+    wait = error.retry_after if isinstance(error, Busy) else 1
+    headers = {"retry-after": str(wait)} if status in (429, 503) else None
     return replies.refusal(request.url.path, replies.error_of(error), status, headers)
 
 
@@ -122,28 +148,67 @@ class _Envelope:
 
 
 class _Server(uvicorn.Server):
-    """Drains on the first signal, for a limited time; leaves on the second."""
+    """Drains on the first signal, for a limited time; breaks off on the second.
+
+    Ends by itself, with status 1, once the engine has failed.
+    """
 
     def __init__(self, config: uvicorn.Config, service: Service, drain_seconds: float) -> None:
         super().__init__(config)
-        self._service = service
+        self.status = 0
+        self._service, self._told, self._hurried = service, service.startup.ready, False
+        self._failed_at: float | None = None
         # At the deadline the engine ends what is left, so that clients are told.
         self._deadline = threading.Timer(drain_seconds, service.engine.close, (False, 10.0))
         self._deadline.daemon = True
 
+    async def on_tick(self, counter: int) -> bool:
+        """Several times a second: look after the engine. True to end."""
+        service = self._service
+        if not self._told and service.startup.ready:
+            self._told = True
+            parts = ", ".join(f"{name} {s:.1f} s" for name, s in service.startup.seconds.items())
+            log.info("ready in %.1f s (%s)", service.startup.elapsed, parts)
+        if not service.engine.healthy and not service.draining:
+            now = asyncio.get_running_loop().time()
+            if self._failed_at is None:
+                self._failed_at, self.status = now, 1
+                log.error("ending: %s", service.trouble)
+            elif now - self._failed_at > FAREWELL:
+                self.should_exit = True
+                asyncio.get_running_loop().call_later(HURRY, self._hurry)
+        return await super().on_tick(counter)
+
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain, or leave."""
-        if self.should_exit:
-            self.force_exit = True
-        else:
+        if not self._service.draining:
             log.info(
                 "signal %d: finishing what runs for at most %g s, refusing what comes",
                 sig,
                 self._deadline.interval,
             )
-            self._service.draining = True
+            self._service.draining = self.should_exit = True
             self._deadline.start()
-        super().handle_exit(sig, frame)
+        elif not self._hurried:
+            log.info("signal %d: breaking off", sig)
+            asyncio.get_running_loop().call_soon_threadsafe(self._hurry)
+
+    def _hurry(self) -> None:
+        """Break off every connection; requests end as if their clients had gone."""
+        self._hurried = True
+        logging.getLogger("uvicorn.error").addFilter(_unfinished_is_no_news)
+        for connection in list(self.server_state.connections):
+            if connection.transport is not None:
+                connection.transport.abort()
+        asyncio.get_running_loop().call_later(HURRY, self._leave)
+
+    def _leave(self) -> None:
+        self.force_exit = True
+
+
+def _unfinished_is_no_news(record: logging.LogRecord) -> bool:
+    """Whether a line of the HTTP server's is worth saying while all requests are broken off."""
+    return record.levelno < logging.ERROR
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -162,27 +227,38 @@ def bind(host: str, port: int) -> socket.socket:
         return made
 
 
-def serve(service: Service, address: socket.socket, *, drain_seconds: float, log_level: str) -> int:
-    """Serve until SIGINT or SIGTERM, then drain for `drain_seconds` at most. Returns a status."""
+def serve(service: Service, address: socket.socket, options: Options) -> int:
+    """Serve until SIGINT or SIGTERM, then drain. Returns a status: 1 when the engine has failed."""
     host, port = address.getsockname()[:2]
+    level = options.log_level
     config = uvicorn.Config(
-        build_app(service),
-        log_level=log_level.lower(),
-        access_log=log_level.upper() == "DEBUG",
-        timeout_graceful_shutdown=round(drain_seconds) + 10,
+        build_app(service, options),
+        log_level="warning" if level.upper() == "INFO" else level.lower(),
+        access_log=level.upper() == "DEBUG",
+        timeout_graceful_shutdown=round(options.drain_seconds) + 10,
         timeout_keep_alive=30,
+        backlog=4096,
         lifespan="off",
     )
-    server = _Server(config, service, drain_seconds)
-    # uvicorn raises the signal again after it has shut down; an orderly end is a success.
+    server = _Server(config, service, options.drain_seconds)
+    _allow_many_connections()
+    log.info("serving %s at http://%s:%d (%s)", service.name, host, port, service.phase)
+    # uvicorn raises a signal again after it has shut down; ours have been acted on by then.
     before = {s: signal.signal(s, _ignore) for s in (signal.SIGINT, signal.SIGTERM)}
-    log.info("serving %s at http://%s:%d", service.name, host, port)
     try:
         server.run(sockets=[address])
     finally:
         for s, handler in before.items():
             signal.signal(s, handler)
-    return 0 if server.started else 1
+    return server.status if server.started else 1
+
+
+def _allow_many_connections() -> None:
+    """Each takes a file descriptor, and the usual soft limit is about a thousand."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def _ignore(sig: int, frame: FrameType | None) -> None:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -12,13 +14,18 @@ from typing import Any, Protocol
 from millpond.config import GenerationConfig, Resolved
 from millpond.engine.constraint import Constraint
 from millpond.engine.types import Delta, EngineRequest, EngineStats
-from millpond.errors import Rejected
+from millpond.errors import Busy, Rejected, Unavailable
 from millpond.front.answer import Answer, Ask, Piece
 from millpond.front.chat import ChatTemplate
+from millpond.front.directory import Texts
 from millpond.front.metrics import Metrics
 from millpond.front.parsing.wish import ToolWish
 from millpond.front.sampling import Defaults, to_params
+from millpond.front.startup import Startup
 from millpond.front.text import Tokenizer
+
+ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
+"""What routes put before the id of a request to make that of its answer."""
 
 
 class Stream(Protocol):
@@ -55,6 +62,32 @@ class Door(Protocol):
         """Stop; with `drain`, after what is running has ended, or `timeout` seconds."""
 
 
+class Room:
+    """How many prompts may be under way at once; `limit` None is any number. Thread-safe."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        self.limit, self.taken = limit, 0
+        self._lock = threading.Lock()
+
+    def look(self, count: int = 1) -> None:
+        """Raise `Busy` when there is no room for `count` prompts now."""
+        if self.limit is not None and self.taken + count > self.limit:
+            raise Busy(
+                f"{self.taken} prompts are under way, at most {self.limit} may be: try again later"
+            )
+
+    def take(self, count: int) -> None:
+        """Take room for `count` prompts. Raises `Busy`."""
+        with self._lock:
+            self.look(count)
+            self.taken += count
+
+    def give(self, count: int) -> None:
+        """Give it back."""
+        with self._lock:
+            self.taken -= count
+
+
 @dataclass(slots=True)
 class Service:
     """A model that answers; all is fixed but `draining`, which closes the doors first."""
@@ -68,9 +101,59 @@ class Service:
     vocab_size: int
     engine: Door
     metrics: Metrics = field(default_factory=Metrics)
+    startup: Startup = field(default_factory=Startup.over)
+    room: Room = field(default_factory=Room)
+    flights: set[Flight] = field(default_factory=set)  # those that are under way
     created: int = field(default_factory=lambda: int(time.time()))
     draining: bool = False
     force_usage: bool = False  # streams carry usage even when it is not asked for
+
+    @classmethod
+    def of(
+        cls,
+        texts: Texts,
+        resolved: Resolved,
+        vocab_size: int,
+        engine: Door,
+        startup: Startup,
+        *,
+        name: str | None = None,
+    ) -> Service:
+        """Of a model directory and an engine that runs it, or will."""
+        return cls(
+            name=name or texts.directory.name,
+            directory=texts.directory,
+            tokenizer=texts.tokenizer,
+            template=texts.template,
+            defaults=texts.defaults,
+            resolved=resolved,
+            vocab_size=vocab_size,
+            engine=engine,
+            startup=startup,
+        )
+
+    @property
+    def phase(self) -> str:
+        """failed, draining, ready, or the phase of the start."""
+        if not self.engine.healthy:
+            return "failed"
+        return "draining" if self.draining else self.startup.phase
+
+    @property
+    def trouble(self) -> str | None:
+        """Why a request that comes now would not be answered, None if it would be."""
+        phase = self.phase
+        if phase == "failed":
+            return f"the engine has failed: {self.engine.failure}"
+        if phase == "draining":
+            return "the server is shutting down"
+        return None if self.startup.ready else f"the model is not ready yet: {phase}"
+
+    def look(self) -> None:
+        """Raise `Unavailable`, or its kind `Busy`, for a request that need not be looked at."""
+        if (trouble := self.trouble) is not None:
+            raise Unavailable(trouble)
+        self.room.look()
 
     def ask(
         self,
@@ -143,17 +226,24 @@ class Service:
 
 
 class Flight:
-    """Some prompts under way together. Submitted all or none; `abort` is for every exit.
+    """Some prompts under way together. Submitted all or none; `abort` is for every exit, and
+    gives their room back.
 
     Raises what the engine raises at submission.
     """
 
-    def __init__(self, service: Service, asks: Sequence[Ask], request_id: str) -> None:
+    def __init__(
+        self, service: Service, asks: Sequence[Ask], request_id: str, client_id: str = ""
+    ) -> None:
         self.answers = [Answer(a, service.tokenizer) for a in asks]
-        self._metrics = service.metrics
+        self._metrics, self._room = service.metrics, service.room
         self._streams: list[Stream] = []
         self._ended = [0] * len(asks)  # samples the engine has ended
         self._begin = time.perf_counter()
+        self._room.take(len(asks))
+        self._held = [len(asks)]  # room; popped by whoever gives it back
+        self._client_id, self._flights = client_id, service.flights
+        self._flights.add(self)
         try:
             for i, a in enumerate(asks):
                 request = EngineRequest(
@@ -170,16 +260,48 @@ class Flight:
             self.abort()
             raise
 
+    def called(self, names: Collection[str]) -> bool:
+        """Whether one of `names` is the client's id of the request, bare or as in its answer."""
+        bare = {name.removeprefix(p) for name in names for p in ("", *ANSWER_PREFIXES)}
+        return self._client_id in bare
+
     def abort(self) -> None:
         """End whatever still runs; may be called at any time, from any thread, again."""
+        self._flights.discard(self)
+        with suppress(IndexError):
+            self._room.give(self._held.pop())
         for stream, ended, answer in zip(self._streams, self._ended, self.answers, strict=False):
             if ended < answer.ask.params.n:
                 stream.abort()
 
     async def pieces(self) -> AsyncGenerator[tuple[int, Piece]]:
         """(index of the prompt, piece) as they come; to be closed when left early."""
+        try:
+            if len(self._streams) == 1:
+                async with aclosing(self._read(0)) as found:
+                    async for piece in found:
+                        yield 0, piece
+            else:
+                async with aclosing(self._merge()) as merged:
+                    async for item in merged:
+                        yield item
+        finally:
+            self.abort()
+
+    async def _merge(self) -> AsyncGenerator[tuple[int, Piece]]:
+        """What all streams give, in the order in which it comes."""
         queue: asyncio.Queue[tuple[int, Piece] | BaseException | None] = asyncio.Queue()
-        tasks = [asyncio.create_task(self._pump(i, queue)) for i in range(len(self._streams))]
+
+        async def pump(index: int) -> None:
+            try:
+                async with aclosing(self._read(index)) as found:
+                    async for piece in found:
+                        queue.put_nowait((index, piece))
+                queue.put_nowait(None)
+            except Exception as error:  # noqa: BLE001 -- carried to the one who reads the queue
+                queue.put_nowait(error)
+
+        tasks = [asyncio.create_task(pump(i)) for i in range(len(self._streams))]
         try:
             left = len(tasks)
             while left:
@@ -193,27 +315,21 @@ class Flight:
         finally:
             for task in tasks:
                 task.cancel()
-            self.abort()
 
-    async def _pump(
-        self, index: int, queue: asyncio.Queue[tuple[int, Piece] | BaseException | None]
-    ) -> None:
+    async def _read(self, index: int) -> AsyncGenerator[Piece]:
+        """The pieces of one prompt; its request is ended when nothing more is wanted of it."""
         answer, last = self.answers[index], self._begin
-        try:
-            async for delta in self._streams[index]:
-                self._ended[index] += delta.finish_reason is not None
-                now = time.perf_counter()
-                if delta.tokens:
-                    self._metrics.observe_tokens(len(delta.tokens), now - last, last == self._begin)
-                    last = now
-                piece = answer.push(delta)
-                if piece is not None:
-                    queue.put_nowait((index, piece))
-                if answer.done:
-                    break
-            self._metrics.observe_request(time.perf_counter() - self._begin)
-            if self._ended[index] < answer.ask.params.n:
-                self._streams[index].abort()
-            queue.put_nowait(None)
-        except Exception as error:  # noqa: BLE001 -- carried to the one who reads the queue
-            queue.put_nowait(error)
+        async for delta in self._streams[index]:
+            self._ended[index] += delta.finish_reason is not None
+            now = time.perf_counter()
+            if delta.tokens:
+                self._metrics.observe_tokens(len(delta.tokens), now - last, last == self._begin)
+                last = now
+            piece = answer.push(delta)
+            if piece is not None:
+                yield piece
+            if answer.done:
+                break
+        self._metrics.observe_request(time.perf_counter() - self._begin)
+        if self._ended[index] < answer.ask.params.n:
+            self._streams[index].abort()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -15,6 +15,8 @@ from millpond.front.replies import dump
 from millpond.front.service import Flight
 
 DONE = b"data: [DONE]\n\n"
+STALL_SECONDS = 60.0
+"""How long a client may leave a full buffer unread; then it is taken for gone."""
 
 
 class ClientGone(Exception):
@@ -24,6 +26,11 @@ class ClientGone(Exception):
 def event(body: Any) -> bytes:
     """One server-sent event."""
     return b"data: " + dump(body) + b"\n\n"
+
+
+def named_event(body: Mapping[str, Any]) -> bytes:
+    """One server-sent event under the name of its type."""
+    return f"event: {body['type']}\n".encode() + event(body)
 
 
 async def _disconnected(receive: Receive) -> None:
@@ -84,7 +91,8 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the events until they end or the client goes."""
         try:
-            await _first(self._send(send), receive)
+            with suppress(ClientGone):
+                await _first(self._send(send), receive)
         finally:
             self._flight.abort()
 
@@ -92,7 +100,10 @@ class EventStream(Response):
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
         try:
             async for chunk in self._events:
-                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+                async with asyncio.timeout(STALL_SECONDS):
+                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
+        except TimeoutError:
+            raise ClientGone from None
         finally:
             await self._events.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})

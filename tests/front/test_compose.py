@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,10 +13,13 @@ import pytest
 
 from millpond import GenerationConfig, PytorchEngineConfig, Refused
 from millpond.engine.settings import EngineSettings
-from millpond.front import commands, compose
+from millpond.front import commands, compose, serving
 from millpond.front.cli import main
+from millpond.front.guard import Limits
 from millpond.front.sampling import Defaults, to_params
+from millpond.front.server import Options
 from millpond.front.service import Service
+from millpond.plan.step import Capabilities
 from tests.front.conftest import BUNDLED, make_service
 
 CONFIG = PytorchEngineConfig(
@@ -71,13 +75,25 @@ def test_a_template_may_be_handed_in_as_text_or_as_a_file(start, tmp_path):
         start(BUNDLED, CONFIG, chat_template=tmp_path / "absent.jinja")
 
 
-def test_a_tokenizer_of_another_model_is_refused_and_the_device_given_back(monkeypatch):
+def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(monkeypatch):
+    plan_model = compose.plan_model
+    monkeypatch.setattr(compose, "plan_model", lambda *_: replace(plan_model(*_), vocab_size=3))
+    monkeypatch.setattr(compose, "build_executor", lambda *_: pytest.fail("weights were read"))
+    with pytest.raises(Refused, match="tokens, the model only 3"):
+        compose.open_service(BUNDLED, CONFIG)
+
+
+def test_a_start_that_fails_after_loading_gives_the_device_back(monkeypatch):
     closed: list[bool] = []
     small = SimpleNamespace(
-        capabilities=SimpleNamespace(vocab_size=3), close=lambda: closed.append(True)
-    )
+        capabilities=Capabilities(
+            num_slots=1, num_pages=1, num_seats=1, export_granularity=64, vocab_size=9,
+            max_position=64,
+        ),
+        close=lambda: closed.append(True),
+    )  # fmt: skip
     monkeypatch.setattr(compose, "build_executor", lambda *_: small)
-    with pytest.raises(Refused, match="tokens, the model only 3"):
+    with pytest.raises(Refused, match="max_batch_size 3 exceeds the 1 seats"):
         compose.open_service(BUNDLED, CONFIG)
     assert closed == [True]
 
@@ -123,7 +139,7 @@ def test_chat_passes_every_flag_on(tokenizer, monkeypatch):
     ]
 
 
-def test_serve_passes_every_flag_on(tokenizer, monkeypatch):
+def test_serve_passes_every_flag_on(tokenizer, monkeypatch, tmp_path):
     seen: list[object] = []
     service = make_service(tokenizer, "4")
 
@@ -131,9 +147,34 @@ def test_serve_passes_every_flag_on(tokenizer, monkeypatch):
         seen.extend((*given, name))
         return service
 
-    monkeypatch.setattr(commands, "open_service", opened)
-    monkeypatch.setattr(commands.server, "serve", lambda *_, **how: seen.append(how) or 0)
-    words = "serve m --server-port 0 --model-name n --drain-seconds 2.5 --log-level ERROR"
+    monkeypatch.setattr(compose, "open_service", opened)
+    monkeypatch.setattr(serving.server, "serve", lambda *given: seen.append(given[2]) or 0)
+    keys = tmp_path / "keys"
+    keys.write_text("# mine\nsecond\n\nthird\n")
+    words = (
+        "serve m --embedded --server-port 0 --model-name n --drain-seconds 2.5 --log-level ERROR "
+        f"--api-key first --api-key-file {keys} --enable-admin --max-queued 7 --max-body 1MiB"
+    )
     assert main([*words.split(), "--max-batch-size", "3"]) == 0
-    how = {"drain_seconds": 2.5, "log_level": "ERROR"}
-    assert seen == ["m", PytorchEngineConfig(max_batch_size=3), None, "n", how]
+    options = Options(
+        limits=Limits(keys=("first", "second", "third"), max_body=1 << 20),
+        admin=True,
+        drain_seconds=2.5,
+        log_level="ERROR",
+    )
+    assert seen == ["m", PytorchEngineConfig(max_batch_size=3), None, "n", options]
+    assert service.room.limit == service.resolved.max_batch_size + 7
+
+
+@pytest.mark.parametrize(
+    "words, why",
+    [
+        (["--max-body", "much"], "max_body: 'much'"),
+        (["--api-key", ""], "must not be empty"),
+        (["--api-key-file", "/absent"], "/absent"),
+        (["--api-key-file", "/dev/null"], "holds no key"),
+    ],
+)
+def test_limits_that_mean_nothing_are_refused(words, why, capsys):
+    assert main(["serve", "--server-port", "0", *words]) == 1
+    assert why in capsys.readouterr().err

@@ -16,13 +16,13 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = """
 import sys
-from millpond.front.server import bind, serve
+from millpond.front.server import Options, bind, serve
 from millpond.front.text import Tokenizer
 from tests.front.conftest import BUNDLED, held, make_service
 
 service = make_service(Tokenizer(BUNDLED), "word " * 60, pause=0.02)
-status = serve(service, bind("127.0.0.1", int(sys.argv[1])), drain_seconds=float(sys.argv[2]),
-               log_level="WARNING")
+options = Options(drain_seconds=float(sys.argv[2]), log_level="WARNING")
+status = serve(service, bind("127.0.0.1", int(sys.argv[1])), options)
 service.engine.close(drain=False, timeout=5.0)
 print("held", held(service), "aborted", len(service.engine.aborted))
 sys.exit(status)

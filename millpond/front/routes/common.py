@@ -25,6 +25,7 @@ MAX_PROMPTS = 2048  # of one request
 ERRORS: dict[int | str, dict[str, Any]] = {
     400: {"description": "The request is wrong; the error names the field"},
     401: {"description": "No key, or not one of this server's"},
+    403: {"description": "The routes that change what others are served are closed"},
     404: {"description": "No such model"},
     413: {"description": "The body is larger than this server reads"},
     429: {"description": "More requests than this server queues; Retry-After says when to return"},
@@ -47,10 +48,7 @@ def accept(service: Service, body: Any) -> None:
             param="model",
             code="model_not_found",
         )
-    if service.draining:
-        raise Unavailable("the server is shutting down")
-    if not service.engine.healthy:
-        raise Unavailable(f"the engine has failed: {service.engine.failure}")
+    service.look()
     if isinstance(body, Sampling):
         body.refuse_unsupported()
 
@@ -149,7 +147,7 @@ async def respond(
     with names(**spoken):
         asks = await asyncio.to_thread(make_asks)
         # The engine's own ids are unique whatever the client calls its request.
-        flight = Flight(service, asks, uuid.uuid4().hex)
+        flight = Flight(service, asks, uuid.uuid4().hex, request.state.request_id)
     try:
         view = make_view(flight)
     except BaseException:
