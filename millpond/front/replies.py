@@ -96,6 +96,9 @@ def usage(answers: Iterable[Answer]) -> dict[str, Any]:
             "cached_tokens": sum(a.cached_tokens for a in answers),
             "prefix_outcomes": dict(Counter(a.outcome.reason for a in answers if a.outcome)),
         },
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(a.reasoning_tokens for a in answers),
+        },
     }
 
 
@@ -115,7 +118,7 @@ def chat_logprobs(tokenizer: Tokenizer, tokens: Sequence[TextToken]) -> dict[str
     def entry(token: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
         text = data.decode("utf-8", "replace")
-        return {"token": text, "logprob": _finite(logprob), "bytes": list(data)}
+        return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
     return {
         "content": [
@@ -166,10 +169,10 @@ class CompletionLogprobs:
         top: Sequence[tuple[int, float]],
     ) -> None:
         made["tokens"].append(self._label(token))
-        made["token_logprobs"].append(None if logprob is None else _finite(logprob))
-        best = {self._label(i): _finite(p) for i, p in top}
+        made["token_logprobs"].append(None if logprob is None else finite(logprob))
+        best = {self._label(i): finite(p) for i, p in top}
         if logprob is not None:  # the token itself is always among them
-            best.setdefault(self._label(token), _finite(logprob))
+            best.setdefault(self._label(token), finite(logprob))
         made["top_logprobs"].append(best or None)
         made["text_offset"].append(self._offset)
         self._offset += len(self._tokenizer.token_text(token))
@@ -194,7 +197,7 @@ def prompt_logprobs(
 
     def entry(token: int, logprob: float, rank: int | None) -> dict[str, Any]:
         text = tokenizer.token_text(token)
-        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": text}
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": text}
 
     made: list[dict[str, dict[str, Any]] | None] = [None] * answer.prompt_tokens
     for found in answer.prompt_logprobs or ():
@@ -205,6 +208,6 @@ def prompt_logprobs(
     return made
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     """Minus infinity has no JSON; a very unlikely token says the same."""
     return max(float(logprob), -9999.0)

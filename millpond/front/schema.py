@@ -20,7 +20,9 @@ from pydantic import (
 )
 
 from millpond.config import GenerationConfig
+from millpond.engine.constraint import Constraint
 from millpond.errors import Rejected
+from millpond.front.structured import FIELDS, from_fields, from_response_format, only_one
 
 REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "functions": ("use tools", ()),
@@ -55,16 +57,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "return_hidden_states": ("hidden states", ()),
     "structural_tag": ("a structural tag", ()),
     "lora_path": ("adapters", ()),
-    "response_format": ("structured output", ({"type": "text"},)),
-    "structured_outputs": ("structured output", ()),
-    "guided_json": ("structured output", ()),
-    "guided_regex": ("structured output", ()),
-    "guided_choice": ("structured output", ()),
-    "guided_grammar": ("structured output", ()),
-    "regex": ("structured output", ()),
-    "ebnf": ("structured output", ()),
-    "json_schema": ("structured output", ()),
-    "thinking_token_budget": ("a thinking budget", ()),
 }
 """Fields that are known and not served: what they ask for, and values that ask for nothing."""
 
@@ -176,6 +168,20 @@ class Sampling(Request):
     min_tokens: int | None = Field(default=None, ge=0)
     min_new_tokens: int | None = Field(default=None, ge=0)
     skip_special_tokens: bool = True
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
+    ebnf: str | None = None
+
+    def constraint(self) -> Constraint | None:
+        """What the answer must look like. Raises `Rejected` for two wishes at once."""
+        fields = {n: getattr(self, n) for n in (*FIELDS, "structured_outputs")}
+        return only_one(from_response_format(self.response_format), from_fields(fields))
 
     def refuse_unsupported(self) -> None:
         """Raise `Rejected` naming a field that is known but cannot be served."""

@@ -4,11 +4,20 @@ from __future__ import annotations
 
 from fastapi import APIRouter
 
-from millpond.front.routes import chat, completions, models, refused, tokens
+from millpond.front.routes import (
+    chat,
+    completions,
+    generate,
+    messages,
+    models,
+    refused,
+    responses,
+    tokens,
+)
 from millpond.front.service import Service
 
 
 def routers(service: Service) -> tuple[APIRouter, ...]:
     """One router a module, over one service."""
-    made = (m.routes(service) for m in (chat, completions, models, tokens))
-    return (*made, refused.routes())
+    speaking = (chat, completions, responses, messages, generate)
+    return (*(m.routes(service) for m in (*speaking, models, tokens)), refused.routes())

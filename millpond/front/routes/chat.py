@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 from fastapi import APIRouter, Request
@@ -11,8 +12,19 @@ from starlette.responses import Response
 from millpond.errors import Rejected
 from millpond.front import replies
 from millpond.front.answer import Ask, Piece
+from millpond.front.parsing.base import (
+    Arguments,
+    CallStart,
+    Content,
+    Event,
+    Reasoning,
+    collect,
+)
+from millpond.front.parsing.reader import END_THINK
+from millpond.front.parsing.wish import ToolWish
 from millpond.front.routes.chunked import ChoiceView
 from millpond.front.routes.common import ERRORS, accept, limit_of, respond
+from millpond.front.routes.talk import Talk, unread
 from millpond.front.schema import Generate
 from millpond.front.service import Flight, Service
 
@@ -27,8 +39,10 @@ class ChatRequest(Generate):
     top_logprobs: int | None = Field(default=None, ge=0, le=20)
     tools: list[dict[str, Any]] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool = True
     modalities: list[str] = Field(default_factory=list)
     reasoning_effort: str | None = None
+    thinking_token_budget: int | None = Field(default=None, ge=0)
     include_reasoning: bool = True
     separate_reasoning: bool = True
     stream_reasoning: bool = True
@@ -39,12 +53,6 @@ class ChatRequest(Generate):
     def refuse_unsupported(self) -> None:
         """As for every route, and what concerns tools and other media."""
         super().refuse_unsupported()
-        if self.tool_choice not in (None, "auto", "none"):
-            raise Rejected(
-                f"tool_choice {self.tool_choice!r} is not supported yet, only auto and none",
-                param="tool_choice",
-                code="unsupported",
-            )
         if any(m != "text" for m in self.modalities):
             raise Rejected("modalities: only text", param="modalities", code="unsupported")
         if self.top_logprobs is not None and not self.logprobs:
@@ -65,64 +73,65 @@ def routes(service: Service) -> APIRouter:
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         accept(service, body)
+        tools = ToolWish.of(body.tools, body.tool_choice, body.parallel_tool_calls)
         answer_id = f"chatcmpl-{request.state.request_id}"
         return await respond(
             service,
             request,
-            lambda: [_ask(service, body)],
-            lambda flight: _Chat(service, body, flight, answer_id),
+            lambda: [_ask(service, body, tools)],
+            lambda flight: _Chat(service, body, flight, answer_id, tools),
             stream=body.stream,
-            ignored=body.ignored,
+            ignored=[*body.ignored, *unread(service, body.chat_template_kwargs)],
             spoken={"prompt": "messages"},
         )
 
     return router
 
 
-def _ask(service: Service, body: ChatRequest) -> Ask:
+def _ask(service: Service, body: ChatRequest, tools: ToolWish) -> Ask:
     newest = body.max_completion_tokens
     if newest is None:
         limit = limit_of(body.max_tokens, "max_tokens")
     else:
         limit = limit_of(newest, "max_completion_tokens")
-    extra = dict(body.chat_template_kwargs)
-    template = service.template
-    if body.reasoning_effort is not None and template is not None and template.efforts:
-        if body.reasoning_effort not in template.efforts:
-            raise Rejected(
-                f"reasoning_effort {body.reasoning_effort!r} is unknown to this model, it knows "
-                f"{', '.join(sorted(template.efforts))}",
-                param="reasoning_effort",
-            )
-        extra["reasoning_effort"] = body.reasoning_effort
-    return service.ask_chat(
+    talk = Talk(
         body.messages,
-        body.wish(max_tokens=limit, logprobs=_top(body)),
+        tools,
+        effort=body.reasoning_effort,
+        budget=body.thinking_token_budget,
+        variables=body.chat_template_kwargs,
+        add_generation_prompt=body.add_generation_prompt,
+        continue_final_message=body.continue_final_message,
+    )
+    top = (body.top_logprobs or 0) if body.logprobs else None
+    return talk.ask(
+        service,
+        body.wish(max_tokens=limit, logprobs=top),
         fill=limit is None,
-        template={
-            "tools": None if body.tool_choice == "none" else body.tools,
-            "add_generation_prompt": body.add_generation_prompt,
-            "continue_final_message": body.continue_final_message,
-            "extra": extra,
-        },
+        constraint=body.constraint(),
         prompt_logprobs=body.prompt_logprobs,
         cache_salt=body.cache_salt,
         priority=body.priority,
     )
 
 
-def _top(body: ChatRequest) -> int | None:
-    return (body.top_logprobs or 0) if body.logprobs else None
-
-
 class _Chat(ChoiceView):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     body: ChatRequest
 
-    def __init__(self, service: Service, body: ChatRequest, flight: Flight, answer_id: str) -> None:
+    def __init__(
+        self,
+        service: Service,
+        body: ChatRequest,
+        flight: Flight,
+        answer_id: str,
+        tools: ToolWish,
+    ) -> None:
         super().__init__(service, body, flight, answer_id)
+        self._plain = not tools.active  # an answer that is all text
         self._pieces: list[list[Piece]] = [[] for _ in range(body.n)]
         self._thoughts = [""] * body.n  # held back where reasoning is not streamed
+        self._thinking = [False] * body.n
 
     def take(self, prompt: int, piece: Piece) -> None:
         self._pieces[piece.index].append(piece)
@@ -138,11 +147,22 @@ class _Chat(ChoiceView):
             )
         return made
 
-    def _texts(self, piece: Piece) -> tuple[str, str]:
-        """(content, reasoning) as this request wants them."""
-        if not self.body.separate_reasoning:
-            return piece.raw, ""
-        return piece.text, piece.reasoning if self.body.include_reasoning else ""
+    def _events(self, piece: Piece) -> Sequence[Event]:
+        """What a piece is made of, as this request wants it."""
+        if self.body.separate_reasoning:
+            if self.body.include_reasoning:
+                return piece.events
+            return [e for e in piece.events if not isinstance(e, Reasoning)]
+        if self._plain:
+            return [Content(piece.raw)] if piece.raw else []
+        made: list[Event] = []
+        for one in piece.events:
+            thinking = isinstance(one, Reasoning)
+            if self._thinking[piece.index] and not thinking:
+                made.append(Content(END_THINK))
+            self._thinking[piece.index] = thinking
+            made.append(Content(one.text) if isinstance(one, Reasoning) else one)
+        return made
 
     def _extras(self, piece: Piece) -> dict[str, Any]:
         made: dict[str, Any] = {"logprobs": None}
@@ -159,16 +179,35 @@ class _Chat(ChoiceView):
         ]
 
     def chunks(self, prompt: int, piece: Piece) -> list[dict[str, Any]]:
-        content, reasoning = self._texts(piece)
+        delta: dict[str, Any] = {}
+        calls: dict[int, dict[str, Any]] = {}
+        reasoning = content = ""
+        for one in self._events(piece):
+            match one:
+                case Reasoning(text):
+                    reasoning += text
+                case Content(text):
+                    content += text
+                case CallStart(index, call_id, name):
+                    calls[index] = {
+                        "index": index,
+                        "id": call_id,
+                        "type": "function",
+                        "function": {"name": name, "arguments": ""},
+                    }
+                case Arguments(index, text):
+                    call = calls.setdefault(index, {"index": index, "function": {"arguments": ""}})
+                    call["function"]["arguments"] += text
         if not self.body.stream_reasoning:  # all of it at once, before what follows it
             held = self._thoughts[piece.index] + reasoning
-            reasoning = held if content or piece.finish_reason else ""
+            reasoning = held if content or calls or piece.finish_reason else ""
             self._thoughts[piece.index] = "" if reasoning else held
-        delta: dict[str, Any] = {}
         if reasoning:
             delta["reasoning_content"] = delta["reasoning"] = reasoning
         if content:
             delta["content"] = content
+        if calls:
+            delta["tool_calls"] = list(calls.values())
         extras = bool(piece.tokens) and (self.body.logprobs or self.body.return_token_ids)
         if not (delta or extras or piece.finish_reason):
             return []
@@ -186,14 +225,23 @@ class _Chat(ChoiceView):
         return self.body_of([self._choice(i, p) for i, p in enumerate(self._pieces)])
 
     def _choice(self, index: int, pieces: list[Piece]) -> dict[str, Any]:
-        texts = [self._texts(p) for p in pieces]
+        found = collect(e for p in pieces for e in self._events(p))
         message: dict[str, Any] = {
             "role": "assistant",
-            "content": "".join(t for t, _ in texts),
+            "content": found.content if found.content or not found.calls else None,
             "refusal": None,
         }
-        if reasoning := "".join(r for _, r in texts):
-            message["reasoning_content"] = message["reasoning"] = reasoning
+        if found.reasoning:
+            message["reasoning_content"] = message["reasoning"] = found.reasoning
+        if found.calls:
+            message["tool_calls"] = [
+                {
+                    "id": c.id,
+                    "type": "function",
+                    "function": {"name": c.name, "arguments": c.arguments},
+                }
+                for c in found.calls
+            ]
         whole = Piece(index, tokens=tuple(t for p in pieces for t in p.tokens))
         return {
             "index": index,

@@ -67,12 +67,14 @@ def _asks(service: Service, body: CompletionRequest) -> list[Ask]:
         p for p in (body.logprobs if body.echo else None, body.prompt_logprobs) if p is not None
     ]
     wish = body.wish(max_tokens=limit, logprobs=body.logprobs)
+    constraint = body.constraint()
     return [
         service.ask(
             prompt,
             wish,
             prompt_logprobs=max((s for s in scored if s is not None), default=None),
             add_special_tokens=body.add_special_tokens,
+            constraint=constraint,
             cache_salt=body.cache_salt,
             priority=body.priority,
         )
