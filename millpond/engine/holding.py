@@ -31,6 +31,11 @@ class Hold:
     offered: int  # tokens the sequence could have folded in the step under way
     since: float = field(default_factory=monotonic)
 
+    @property
+    def cost(self) -> int:
+        """Of the step under way, in tokens."""
+        return max(self.offered, PAGE_SIZE)
+
 
 class Holds:
     """The holds of one engine.
@@ -38,8 +43,8 @@ class Holds:
     A hold ends when its anchor was published, reported unwritten or skipped; when the leader stops
     running; when no older key matches any more; and when waiting has cost as much as computing. Its
     cost is counted in tokens: what the sequence could have folded in the steps it sat out, and a
-    page at least for each, so that no hold is without end. A sequence that is held again goes on
-    counting.
+    page at least for each, so that no hold is without end. After a hold in vain the next one goes
+    on counting.
     """
 
     def __init__(self, counters: Counters, shared: SharedPrefixes, anchors: Anchors) -> None:
@@ -87,12 +92,11 @@ class Holds:
         hold = self._held.get(sequence)
         if hold is None:
             return False
-        spent = self._spent.get(sequence, 0) + max(hold.offered, PAGE_SIZE)
-        self._spent[sequence] = spent
-        hold.offered = offered
-        if spent >= hold.saves:
+        if self._spent.get(sequence, 0) + hold.cost >= hold.saves:
             self._end(sequence, "cost")
             return False
+        self._spent[sequence] = self._spent.get(sequence, 0) + hold.cost
+        hold.offered = offered
         return True
 
     def forget(self, sequence: Sequence) -> float:
@@ -127,6 +131,10 @@ class Holds:
 
     def _end(self, sequence: Sequence, why: str) -> None:
         hold = self._held.pop(sequence)
+        if why == "published":
+            self._spent.pop(sequence, None)
+        else:
+            self._spent[sequence] = self._spent.get(sequence, 0) + hold.cost
         followers = self._followers[hold.leader]
         followers.remove(sequence)
         if not followers:

@@ -112,12 +112,12 @@ class Scheduler:
         """A row of a prompt was committed, and the states it left at `published` can be found."""
         self.holds.reached(row, published)
         if row.end == row.sequence.prompt_len:
-            self._stopped(row.sequence)
+            self._stopped(row.sequence, folded=True)
 
-    def _stopped(self, sequence: Sequence) -> None:
+    def _stopped(self, sequence: Sequence, *, folded: bool = False) -> None:
         """A sequence folds its prompt no longer, so nobody can wait for it."""
         self.holds.stopped(sequence)
-        self.shared.discard(sequence)
+        self.shared.discard(sequence, folded=folded)
 
     def unblock(self) -> None:
         """Something was given back or became evictable: try the head of the queue again."""

@@ -36,7 +36,7 @@ class _Stretch:
         self.end = end
         self.below: dict[bytes, _Stretch] = {}  # by their first page
         self.prompts = 0
-        self.wanting = 0  # of them, those that could start from a checkpoint
+        self.wanting = 0  # that could start from a checkpoint, or could have, and are folded
         self.folding: dict[Sequence, None] = {}  # those that run, oldest first
 
     def page(self, index: int) -> bytes:
@@ -77,9 +77,15 @@ class SharedPrefixes:
             at = below
         self._last[sequence] = (at, weight)
 
-    def discard(self, sequence: Sequence) -> None:
-        """A prompt is folded, or given up."""
+    def discard(self, sequence: Sequence, *, folded: bool = False) -> None:
+        """A prompt is folded, or given up.
+
+        One that was folded still counts for those that share its beginning, as long as any is here:
+        it may have passed the place where they part before they came.
+        """
         last, weight = self._last.pop(sequence, (None, 0))
+        if folded:
+            weight = 0
         at = last
         while at is not None and at.above is not None:
             at.prompts -= 1
