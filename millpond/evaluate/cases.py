@@ -34,7 +34,10 @@ class Case:
 
 
 class Dialect:
-    """A model's own template and tokenizer, which turn dialogues into cases."""
+    """A model's own template and tokenizer, which turn dialogues into cases.
+
+    `ends` are the tokens that end a turn.
+    """
 
     def __init__(self, directory: Path) -> None:
         self.tokenizer = Tokenizer(directory)
@@ -42,9 +45,8 @@ class Dialect:
         if template is None:
             raise Refused(f"{directory} has no chat template, so nothing can be asked of it")
         self.template = template
-        self._ends = tuple(
-            self.tokenizer.token_text(token) for token in _end_tokens(directory, self.tokenizer)
-        )
+        self.ends = _end_tokens(directory, self.tokenizer)
+        self._end_texts = tuple(self.tokenizer.token_text(token) for token in self.ends)
 
     def case(self, task: str, seed: int, *, scale: int = 1) -> Case:
         """The held-out dialogue of `seed`, asked for its last reply."""
@@ -52,7 +54,7 @@ class Dialect:
 
     def of(self, dialogue: Dialogue, seed: int = 0) -> Case:
         """The case of one dialogue."""
-        prompt = self._text(dialogue, whole=False)
+        prompt = self.prompt(dialogue)
         whole = self._text(dialogue, whole=True)
         if not whole.startswith(prompt):
             raise Refused(
@@ -60,7 +62,7 @@ class Dialect:
                 " one: there is nothing to compare with"
             )
         reply = whole[len(prompt) :]
-        for end in self._ends:
+        for end in self._end_texts:
             bare = reply.rstrip("\n")
             if bare.endswith(end):
                 reply = bare.removesuffix(end)
@@ -72,10 +74,14 @@ class Dialect:
             reply=reply,
         )
 
+    def prompt(self, dialogue: Dialogue) -> str:
+        """The text up to where the last reply begins."""
+        return self._text(dialogue, whole=False)
+
     def spoken(self, tokens: tuple[int, ...]) -> str:
         """The text of generated tokens without the one that ended the turn."""
         text = self.tokenizer.decode(tokens, skip_special_tokens=False)
-        for end in self._ends:
+        for end in self._end_texts:
             text = text.removesuffix(end)
         return text
 
@@ -99,10 +105,10 @@ def _kind(dialogue: Dialogue) -> Kind:
     return "json" if dialogue.task == "json" else "text"
 
 
-def _end_tokens(directory: Path, tokenizer: Tokenizer) -> list[int]:
+def _end_tokens(directory: Path, tokenizer: Tokenizer) -> tuple[int, ...]:
     """The tokens that end a turn: of generation_config.json, else the tokenizer's own."""
     path = directory / "generation_config.json"
     found = read_json(path).get("eos_token_id") if path.is_file() else None
     if found is None:
         found = tokenizer.token_id(tokenizer.named("eos_token") or "")
-    return [found] if isinstance(found, int) else list(found or ())
+    return (found,) if isinstance(found, int) else tuple(found or ())
