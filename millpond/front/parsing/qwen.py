@@ -76,11 +76,11 @@ class QwenCall:
                 self.failed = True
                 return False
             case _At.TAIL:
-                self._spill(self._take())
+                self._spill(self._take().rstrip())
                 self.ended = True
                 return marker == END_CALL
             case _At.BODY:
-                self._spill(self._take())
+                self._spill(self._take().rstrip())
                 if marker not in (CALL, END_CALL):
                     self._spill(marker)
                     return True
@@ -115,13 +115,13 @@ class QwenCall:
             self.failed = True
             return
         if self._at is _At.TAIL:
-            self._spill(self._take())
+            self._spill(self._take().rstrip())
             self.ended = True
             return
         if cut and self._at is not _At.CLOSING:
             return
         if self._at is _At.BODY:
-            self._spill(self._take())
+            self._spill(self._take().rstrip())
         else:
             if self._at is _At.VALUE and not self._after_function():
                 self._write(self._take())
