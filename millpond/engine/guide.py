@@ -189,7 +189,9 @@ class Guide:
             walker.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if walker.is_error():
                 if index == 0 and ahead == 0:
-                    self.error = TOO_COMPLEX if "complex" in walker.stop_reason() else NOTHING_LEFT
+                    self.error = (
+                        TOO_COMPLEX if "TooComplex" in walker.stop_reason() else NOTHING_LEFT
+                    )
                 break
             found.append(words)
             if index < len(drafts) and not walker.try_consume_tokens([drafts[index]]):
