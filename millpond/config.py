@@ -8,9 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BeforeValidator, Field, ValidationError
 
-from millpond.errors import Refused
+from millpond.errors import Refused, Rejected
+from millpond.strict import Strict, explain
 from millpond.units import GIB, human, parse_memory
 
 PAGE = 64  # tokens per page, and the grid on which everything lies
@@ -28,13 +29,7 @@ Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
 Ints = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
 
 
-class _Strict(BaseModel):
-    """Frozen, no unknown names, no silent conversion, no NaN and no infinity."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
-
-
-class GenerationConfig(_Strict):
+class GenerationConfig(Strict):
     """How an answer is drawn. None means the model's own default where it has one.
 
     `do_sample=False` is greedy whatever `temperature` says. `stop_words` are strings of any length,
@@ -63,8 +58,15 @@ class GenerationConfig(_Strict):
     n: int = Field(default=1, ge=1, le=1024)
     response_format: dict[str, Any] | None = None
 
+    @classmethod
+    def refusal(cls, error: ValidationError) -> Rejected:
+        """It comes with a request, and is that request's fault."""
+        where = error.errors()[0]["loc"]
+        param = str(where[0]) if where else None
+        return Rejected(explain(error, cls.model_fields), param=param)
 
-class SpeculativeConfig(_Strict):
+
+class SpeculativeConfig(Strict):
     """Speculative decoding: `num_speculative_tokens` drafts a step, 0 is none.
 
     The only `method` is "deepseek_mtp", the model's own draft layer.
@@ -74,7 +76,7 @@ class SpeculativeConfig(_Strict):
     num_speculative_tokens: int = Field(default=1, ge=0)
 
 
-class PytorchEngineConfig(_Strict):
+class PytorchEngineConfig(Strict):
     """What a user may say about the engine; what is left out is derived, and shown at start.
 
     Sizes are in tokens, slots and pages of 64 tokens. `cache_memory` is one budget for slots and

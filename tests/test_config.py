@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -20,7 +21,7 @@ from millpond.config import (
     check,
     resolve,
 )
-from millpond.errors import Refused
+from millpond.errors import Refused, Rejected
 from millpond.front.plan import fitting
 from millpond.units import GIB, MIB, parse_memory
 
@@ -263,8 +264,35 @@ def test_memory_that_is_neither_is_refused(text):
     ],
 )
 def test_generation_config_refuses_wrong_values_and_names(given_):
-    with pytest.raises(ValidationError):
+    with pytest.raises(Rejected) as refused:
         GenerationConfig(**given_)
+    assert refused.value.param == next(iter(given_))
+    assert next(iter(given_)) in str(refused.value)
+    assert "pydantic" not in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "kind, given_, words",
+    [
+        (
+            PytorchEngineConfig,
+            {"max_batchsize": 3},
+            "unknown max_batchsize, did you mean max_batch_size",
+        ),
+        (PytorchEngineConfig, {"dtype": "fp8"}, "dtype='fp8': should be 'auto', 'float32'"),
+        (
+            PytorchEngineConfig,
+            {"tp": "1", "xyz": 1},
+            "tp='1': should be a valid integer; unknown xyz",
+        ),
+        (SpeculativeConfig, {"methodd": "x"}, "did you mean method"),
+    ],
+)
+def test_a_mistake_in_a_configuration_is_told_in_one_line(kind, given_, words):
+    with pytest.raises(Refused, match=re.escape(words)) as refused:
+        kind(**given_)
+    assert "\n" not in str(refused.value)
+    assert str(refused.value).startswith(kind.__name__)
 
 
 def test_configurations_are_frozen():

@@ -22,7 +22,7 @@ from pydantic_settings import (
 
 from millpond.config import DRAFT_METHOD, NOT_SERVED, PytorchEngineConfig, SpeculativeConfig
 from millpond.errors import Refused
-from millpond.front.schema import explain
+from millpond.strict import explain
 from millpond.telemetry import LEVELS
 
 HELP = {
@@ -247,7 +247,7 @@ def parse(flags: type[_Flags], command: str, argv: Sequence[str]) -> tuple[Any, 
         values |= {"_cli_prog_name": f"millpond {command}", "_cli_parse_args": list(argv)}
         made = flags(**values)
     except ValidationError as error:
-        raise Refused(explain(error)) from error
+        raise Refused(explain(error, flags.model_fields)) from error
     except SettingsError as error:
         raise Refused(" ".join(str(error).split()).removeprefix("error parsing CLI: ")) from error
     if made.log_level.upper() not in LEVELS:

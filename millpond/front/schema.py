@@ -14,7 +14,6 @@ from pydantic import (
     ConfigDict,
     Field,
     PlainValidator,
-    ValidationError,
     WithJsonSchema,
     model_validator,
 )
@@ -59,15 +58,6 @@ REFUSED: dict[str, tuple[str, tuple[Any, ...]]] = {
     "lora_path": ("adapters", ()),
 }
 """Fields that are known and not served: what they ask for, and values that ask for nothing."""
-
-
-def explain(error: ValidationError) -> str:
-    """One line that names every wrong field, without the input's whole text."""
-    parts = []
-    for problem in error.errors(include_url=False, include_context=False):
-        where = ".".join(str(p) for p in problem["loc"] if not str(p).startswith("function-"))
-        parts.append(f"{where}: {problem['msg']}" if where else str(problem["msg"]))
-    return "; ".join(parts)
 
 
 def _prompt(value: Any) -> Any:
@@ -199,30 +189,26 @@ class Sampling(Request):
         if any(not -100 <= v <= 100 for v in bias.values()):
             raise Rejected("logit_bias: values must be from -100 to 100", param="logit_bias")
         least = self.min_tokens if self.min_tokens is not None else self.min_new_tokens
-        try:
-            return GenerationConfig(
-                max_new_tokens=1 if max_tokens is None else max_tokens,
-                do_sample=self.temperature != 0,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=0 if self.top_k == -1 else self.top_k,
-                min_p=self.min_p,
-                random_seed=None if self.seed is None else self.seed % 2**63,
-                stop_words=self.stop,
-                stop_token_ids=tuple(self.stop_token_ids),
-                ignore_eos=self.ignore_eos,
-                min_new_tokens=least,
-                repetition_penalty=self.repetition_penalty,
-                presence_penalty=self.presence_penalty,
-                frequency_penalty=self.frequency_penalty,
-                logit_bias=bias or None,
-                skip_special_tokens=self.skip_special_tokens,
-                logprobs=logprobs,
-                n=self.n,
-            )
-        except ValidationError as error:
-            first = error.errors()[0]["loc"]
-            raise Rejected(explain(error), param=str(first[0]) if first else None) from error
+        return GenerationConfig(
+            max_new_tokens=1 if max_tokens is None else max_tokens,
+            do_sample=self.temperature != 0,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=0 if self.top_k == -1 else self.top_k,
+            min_p=self.min_p,
+            random_seed=None if self.seed is None else self.seed % 2**63,
+            stop_words=self.stop,
+            stop_token_ids=tuple(self.stop_token_ids),
+            ignore_eos=self.ignore_eos,
+            min_new_tokens=least,
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=bias or None,
+            skip_special_tokens=self.skip_special_tokens,
+            logprobs=logprobs,
+            n=self.n,
+        )
 
 
 class Generate(Sampling):
