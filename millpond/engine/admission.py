@@ -138,6 +138,22 @@ def _take(ledger: Ledger, sequence: Sequence, match: PrefixMatch, end: int) -> A
     return Admitted(end, state_in, state_out)
 
 
+def fits(ledger: Ledger, sequence: Sequence, running: Collection[Sequence]) -> bool:
+    """Whether a sequence would be let in now, beside those running; takes nothing."""
+    if not has_seats(ledger, sequence):
+        return False
+    return _has_room(ledger, sequence, meet(ledger, sequence), len(sequence.tokens), running)
+
+
+def could_fit(ledger: Ledger, sequence: Sequence, staying: Collection[Sequence]) -> bool:
+    """Whether a sequence could be let in if of those running only the `staying` were left."""
+    held = sum(len(one.pages) for other in staying for one in other.group)
+    wanted = sum(missing_pages(sequence, len(sequence.tokens)))
+    wanted += sum(sum(missing_pages(other, len(other.tokens))) for other in staying)
+    seats = ledger.settings.max_batch_size - sum(len(other.siblings) + 1 for other in staying)
+    return held + wanted <= ledger.pages.size and seats > len(sequence.siblings)
+
+
 def _has_room(
     ledger: Ledger,
     sequence: Sequence,

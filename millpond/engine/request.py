@@ -72,6 +72,7 @@ class Sequence:
 
     __slots__ = (
         "branch_seen",
+        "due",
         "epoch",
         "failed_end",
         "failures",
@@ -79,11 +80,13 @@ class Sequence:
         "folded",
         "guide",
         "index",
+        "is_first",
         "is_live",
         "order",
         "own_seat",
         "pages",
         "pages_sent",
+        "patience",
         "prompt_len",
         "request",
         "resumed_end",
@@ -98,7 +101,11 @@ class Sequence:
         spec = request.spec
         self.request = request
         self.index = index
-        self.order = (-spec.priority, arrival, index)  # the last is preempted first
+        # First if it was overtaken too often; the last in this order is preempted first.
+        self.order = (1, -spec.priority, arrival, index)
+        self.is_first = False
+        self.patience: int | None = None  # admissions of others it has still to bear
+        self.due: int | None = None  # the admission after which it has none left
         self.tokens = list(spec.tokens)  # known: the prompt, then what was generated
         self.prompt_len = len(spec.tokens)
         self.folded = 0  # tokens in the current state
@@ -128,6 +135,15 @@ class Sequence:
     def group(self) -> Iterable[Sequence]:
         """What is admitted, and preempted, together: this sequence and its siblings."""
         return (self, *self.siblings)
+
+    def go_first(self) -> None:
+        """Come before all that were not overtaken too often, whatever their priority."""
+        self.is_first = True
+        self.order = (0, 0, *self.order[2:])
+
+    def outranked_by(self, other: Sequence) -> bool:
+        """Whether a lower priority makes this one give way to `other`."""
+        return not self.is_first and self.request.spec.priority < other.request.spec.priority
 
     def sit(self, seat: Seat) -> None:
         """Take a seat whose page table is empty."""

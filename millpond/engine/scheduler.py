@@ -6,9 +6,6 @@ Knows sequences and the ledger; does not know what a step returns, nor who waits
 from __future__ import annotations
 
 import logging
-from bisect import insort
-from collections.abc import Collection
-from operator import attrgetter
 
 from millpond.engine import drafting
 from millpond.engine.admission import (
@@ -21,11 +18,10 @@ from millpond.engine.admission import (
 )
 from millpond.engine.along import AnswerAnchors
 from millpond.engine.exports import evidence_of, plan_exports
-from millpond.engine.holding import Holds
 from millpond.engine.ledger import Ledger
 from millpond.engine.planned import LiveRow, PrefillRow, Scheduled, fan_out, seat_load
+from millpond.engine.queues import Queues
 from millpond.engine.request import Sequence
-from millpond.engine.sharing import SharedPrefixes
 from millpond.errors import Broken, Exhausted
 from millpond.plan.checkpoints import Anchor, ladder_interval, plan_anchors
 from millpond.plan.prefill import row_end, split_at
@@ -42,92 +38,25 @@ from millpond.state.lease import PageId, SlotId
 
 logger = logging.getLogger(__name__)
 
-_order = attrgetter("order")
-
-
-class Scheduler:
-    """Waiting and running sequences, both in order: higher priority first, then older first.
-
-    A running sequence may push out any that comes after it; so the first one always advances.
-    """
+class Scheduler(Queues):
+    """Plans the rows of those that run, in their order, then lets in who waits."""
 
     def __init__(self, ledger: Ledger, capabilities: Capabilities) -> None:
-        self.ledger = ledger
+        super().__init__(ledger, self._anchors)
         self.along = AnswerAnchors(ledger)
-        self.waiting: list[Sequence] = []
-        self.running: list[Sequence] = []
-        self.shared = SharedPrefixes()
-        self.holds = Holds(ledger.counters, self.shared, self._anchors)
         self._granularity = capabilities.export_granularity
         self._num_drafts = capabilities.num_draft_tokens
         self._step = 0
         self._unsent_poison: tuple[tuple[SlotId, ...], tuple[PageId, ...]] = ((), ())
-        self._blocked: Sequence | None = None  # the head of the queue, until anything is given back
         self._begin()
-
-    # Queues.
-
-    def enqueue(self, sequence: Sequence) -> None:
-        """Let a sequence wait for admission."""
-        self.shared.add(sequence)
-        insort(self.waiting, sequence, key=_order)
-
-    def enter(self, sequence: Sequence) -> None:
-        """Let a sequence that holds what it needs run."""
-        insort(self.running, sequence, key=_order)
-
-    def preempt(self, sequence: Sequence) -> None:
-        """Take everything from a running sequence; it waits, and is recomputed."""
-        self.running.remove(sequence)
-        self._stopped(sequence)
-        self.ledger.vacate(sequence)
-        logprobs = sequence.request.prompt_logprobs
-        if logprobs is not None:
-            logprobs.clear()
-        self.enqueue(sequence)
-        self.unblock()
-
-    def remove(self, sequence: Sequence) -> None:
-        """Forget a sequence that is over, wherever it is, and take back what it holds."""
-        for queue in (self.running, self.waiting):
-            if sequence in queue:
-                queue.remove(sequence)
-        self._stopped(sequence)
-        self.holds.forget(sequence)
-        self.ledger.vacate(sequence)
-        self.unblock()
-
-    def abandon(self) -> None:
-        """Take everything from everyone, in whatever state an error has left it."""
-        for sequence in (*self.running, *self.waiting):
-            try:
-                sequence.state.discard(self.ledger.pool)
-                self.ledger.vacate(sequence)
-            except Broken:
-                logger.exception("%s could not give back what it holds", sequence.name)
-        self.running.clear()
-        self.waiting.clear()
-
-    def reached(self, row: PrefillRow, published: Collection[int]) -> None:
-        """A row of a prompt was committed, and the states it left at `published` can be found."""
-        self.holds.reached(row, published)
-        if row.end == row.sequence.prompt_len:
-            self._stopped(row.sequence, folded=True)
-
-    def _stopped(self, sequence: Sequence, *, folded: bool = False) -> None:
-        """A sequence folds its prompt no longer, so nobody can wait for it."""
-        self.holds.stopped(sequence)
-        self.shared.discard(sequence, folded=folded)
-
-    def unblock(self) -> None:
-        """Something was given back or became evictable: try the head of the queue again."""
-        self._blocked = None
 
     # One step.
 
     def schedule(self) -> Scheduled | None:
         """Plan the next step, with everything it touches leased; None when there is no row."""
         self._begin()
+        self._put_overdue_first()
+        self._make_way()
         position = 0
         # In order; whoever is pushed out comes after whoever pushes, and is not planned yet.
         while position < len(self.running):
@@ -137,6 +66,7 @@ class Scheduler:
                 continue
             start = sequence.folded
             if start < sequence.prompt_len:
+                position += self._admit_waiting(ahead_of=sequence)
                 self._plan_prefill(sequence)
             elif self._num_drafts and sequence.is_live:
                 self._plan_verify(sequence)
@@ -263,29 +193,26 @@ class Scheduler:
                 ):
                     return None
 
-    def _push_out_last(self, sequence: Sequence) -> bool:
-        """Preempt the last running sequence, if it comes after this one."""
-        last = self.running[-1]
-        if last is sequence:
-            return False
-        self.ledger.counters.preemptions += 1
-        self.preempt(last)
-        return True
-
     # Admission.
 
-    def _admit_waiting(self) -> None:
-        """Admit in order while everything fits; nobody overtakes, except those that are held."""
-        position = 0
+    def _admit_waiting(self, ahead_of: Sequence | None = None) -> int:
+        """Admit in order while everything fits; nobody is overtaken, except those that are held.
+
+        Only those that outrank `ahead_of`, so that its prompt does not use up their budget. Returns
+        how many came in.
+        """
+        position = admitted = 0
         while position < len(self.waiting):
             sequence = self.waiting[position]
             if sequence is self._blocked or (self._prefill and self._budget < PAGE_SIZE):
-                return
+                break
+            if ahead_of is not None and not ahead_of.outranked_by(sequence):
+                break
             if self.holds.goes_on(sequence, self._budget):
                 position += 1
                 continue
             if sequence.failures and any(one.failures for one in self.running):
-                return  # one suspect at a time, so that it does not fail with the others again
+                break  # one suspect at a time, so that it does not fail with the others again
             if not self.ledger.pool.num_free and not self.ledger.index.evictable_slots:
                 self.along.give_up_one(reversed(self.running))
             first = None
@@ -296,8 +223,10 @@ class Scheduler:
                     continue
                 first = admit(self.ledger, sequence, match, self.running, self._first_end)
             if first is None:
-                self._blocked = sequence
-                return
+                self._blocked = self._denied = sequence
+                break
+            admitted += 1
+            self.turns.admitted()
             tell_outcome(self.ledger.counters, sequence, match, self.holds.forget(sequence))
             self.waiting.pop(position)
             self.enter(sequence)
@@ -309,8 +238,10 @@ class Scheduler:
                 self._add_prefill(sequence, first.end, slots)
             else:
                 self.shared.discard(sequence)
+                self.turns.done(sequence)
                 self._budget -= first.end - sequence.folded
                 self._add_decode(sequence, first.end, slots)
+        return admitted
 
     def _holds_back(self, sequence: Sequence, start: int) -> bool:
         settings = self.ledger.settings

@@ -20,7 +20,8 @@ class EngineSettings:
     goes when there are more (the least worth; for comparison the least recently used);
     `prefill_save_alignment` and `checkpoint_interval` are in tokens (an interval of 0: no ladder);
     so is `decode_checkpoint_interval`, of checkpoints along an answer (0: none). With
-    `hold_and_join` a request waits for another that computes the beginning they share.
+    `hold_and_join` a request waits for another that computes the beginning they share. A request
+    sees at most `max_overtakes` admissions more than there were requests before it in the queue.
     `debug_audit` checks every invariant after every step, `debug_poison` has freed slots and pages
     overwritten.
     """
@@ -36,6 +37,7 @@ class EngineSettings:
     checkpoint_budget: int = 8
     eviction_policy: EvictionPolicy = "value"
     hold_and_join: bool = True
+    max_overtakes: int = 64
     eos_token_ids: tuple[int, ...] = ()
     debug_audit: bool = False
     debug_poison: bool = False

@@ -1,0 +1,136 @@
+"""Who waits and who runs, in order, and how a sequence gets from one to the other.
+
+Knows sequences and the ledger; plans nothing.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import insort
+from collections.abc import Collection
+from operator import attrgetter
+
+from millpond.engine.admission import could_fit, fits
+from millpond.engine.holding import Anchors, Holds
+from millpond.engine.ledger import Ledger
+from millpond.engine.planned import PrefillRow
+from millpond.engine.request import Sequence
+from millpond.engine.sharing import SharedPrefixes
+from millpond.engine.turns import Turns
+from millpond.errors import Broken
+
+logger = logging.getLogger(__name__)
+
+_order = attrgetter("order")
+
+
+class Queues:
+    """Waiting and running sequences, both in order.
+
+    First those that were overtaken too often, then higher priority, then older ones. A running
+    sequence may push out any that comes after it; so the first one always advances.
+    """
+
+    def __init__(self, ledger: Ledger, anchors: Anchors) -> None:
+        self.ledger = ledger
+        self.waiting: list[Sequence] = []
+        self.running: list[Sequence] = []
+        self.shared = SharedPrefixes()
+        self.holds = Holds(ledger.counters, self.shared, anchors)
+        self.turns = Turns(ledger.settings.max_overtakes)
+        self._blocked: Sequence | None = None  # found no room, until anything is given back
+        self._denied: Sequence | None = None  # found no room when it was last tried
+
+    def enqueue(self, sequence: Sequence) -> None:
+        """Let a sequence wait for admission."""
+        self.shared.add(sequence)
+        self.turns.came(sequence, len(self.waiting))
+        insort(self.waiting, sequence, key=_order)
+
+    def enter(self, sequence: Sequence) -> None:
+        """Let a sequence that holds what it needs run."""
+        insort(self.running, sequence, key=_order)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Take everything from a running sequence; it waits, and is recomputed."""
+        self.running.remove(sequence)
+        self._stopped(sequence)
+        self.ledger.vacate(sequence)
+        logprobs = sequence.request.prompt_logprobs
+        if logprobs is not None:
+            logprobs.clear()
+        self.enqueue(sequence)
+        self.unblock()
+
+    def remove(self, sequence: Sequence) -> None:
+        """Forget a sequence that is over, wherever it is, and take back what it holds."""
+        for queue in (self.running, self.waiting):
+            if sequence in queue:
+                queue.remove(sequence)
+        self._stopped(sequence)
+        self.turns.done(sequence)
+        self.holds.forget(sequence)
+        self.ledger.vacate(sequence)
+        self.unblock()
+
+    def abandon(self) -> None:
+        """Take everything from everyone, in whatever state an error has left it."""
+        for sequence in (*self.running, *self.waiting):
+            try:
+                sequence.state.discard(self.ledger.pool)
+                self.ledger.vacate(sequence)
+            except Broken:
+                logger.exception("%s could not give back what it holds", sequence.name)
+        self.running.clear()
+        self.waiting.clear()
+
+    def reached(self, row: PrefillRow, published: Collection[int]) -> None:
+        """A row of a prompt was committed, and the states it left at `published` can be found."""
+        self.holds.reached(row, published)
+        if row.end == row.sequence.prompt_len:
+            self._stopped(row.sequence, folded=True)
+            self.turns.done(row.sequence)
+
+    def unblock(self) -> None:
+        """Something was given back or became evictable: try who waits for room again."""
+        self._blocked = None
+
+    def _stopped(self, sequence: Sequence, *, folded: bool = False) -> None:
+        """A sequence folds its prompt no longer, so nobody can wait for it."""
+        self.holds.stopped(sequence)
+        self.shared.discard(sequence, folded=folded)
+
+    # Order. Between steps only: a plan relies on it.
+
+    def _put_overdue_first(self) -> None:
+        for sequence in self.turns.overdue():
+            queue = self.waiting if sequence in self.waiting else self.running
+            queue.remove(sequence)
+            for one in sequence.group:
+                one.go_first()
+            insort(queue, sequence, key=_order)
+            self.unblock()
+
+    def _make_way(self) -> None:
+        """Push out lower priorities, the last first, for one that found no room beside them."""
+        denied, self._denied = self._denied, None
+        if denied is None or not self.running or denied not in self.waiting:
+            return
+        lower = [one for one in self.running if one.outranked_by(denied)]
+        staying = [one for one in self.running if not one.outranked_by(denied)]
+        if not lower or not could_fit(self.ledger, denied, staying):
+            return
+        while lower and not fits(self.ledger, denied, self.running):
+            self._push_out(lower.pop())
+
+    def _push_out_last(self, sequence: Sequence) -> bool:
+        """Preempt the last running sequence, if it comes after this one."""
+        last = self.running[-1]
+        if last is sequence:
+            return False
+        self._push_out(last)
+        return True
+
+    def _push_out(self, sequence: Sequence) -> None:
+        self.ledger.counters.preemptions += 1
+        self.preempt(sequence)
