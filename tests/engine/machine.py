@@ -29,8 +29,8 @@ from millpond.engine.types import Delta, EngineRequest, PrefixOutcome
 from millpond.errors import Rejected
 from millpond.plan.checkpoints import anchor_step
 from millpond.plan.step import PAGE_SIZE, Row, StepPlan
-from millpond.state.checkpoint import prefix_salt
-from tests.support.symbolic import VOCAB, as_state, logprob, step_failure
+from millpond.state.checkpoint import AnchorKind, prefix_salt
+from tests.support.symbolic import VOCAB, as_state, as_tokens, logprob, step_failure
 from tests.support.towers import Answer, Tower, take
 
 BASES = [[random.Random(seed).randrange(VOCAB) for _ in range(800)] for seed in (1, 2)]
@@ -67,7 +67,7 @@ prompts = st.builds(
 wishes = st.fixed_dictionaries(
     {
         "n": st.sampled_from([1, 1, 1, 1, 2, 3]),
-        "max_tokens": st.one_of(st.integers(1, 6), st.sampled_from([20, 66])),
+        "max_tokens": st.one_of(st.integers(1, 6), st.sampled_from([20, 66, 140])),
         "seed": st.integers(0, 3),
         "priority": st.sampled_from([0, 0, 0, 1]),
         "cache_salt": st.sampled_from(["", "", "", "", "other"]),
@@ -88,6 +88,16 @@ class Asked:
     outcome: PrefixOutcome | None = None
     aborted: bool = False
     may_fail: bool = False
+    drafted: int = 0
+    accepted: int = 0
+    _texts: list[list[int]] = field(default_factory=list)
+
+    def texts(self, tower: Tower) -> list[list[int]]:
+        """The prompt with each of the answers it must get."""
+        if not self._texts:
+            prompt = list(self.request.tokens)
+            self._texts = [prompt + tokens for tokens, _ in tower.naive(self.request).values()]
+        return self._texts
 
     @property
     def over(self) -> bool:
@@ -109,6 +119,9 @@ class HostTower(RuleBasedStateMachine):
         interval=st.sampled_from([64, 128, 64, 256, 0]),
         checkpoints=st.sampled_from([10, 4, 10, 4, 2, 1, 0]),
         caching=st.sampled_from([True] * 11 + [False]),
+        num_drafts=st.sampled_from([3, 0, 1, 0, 5, 7]),
+        along=st.sampled_from([64, 0, 64, 128, 0]),
+        luck=st.integers(0, 1 << 16),
         first=st.lists(prompts, min_size=1, max_size=3),
         wish=wishes,
     )
@@ -124,6 +137,9 @@ class HostTower(RuleBasedStateMachine):
         interval,
         checkpoints,
         caching,
+        num_drafts,
+        along,
+        luck,
         first,
         wish,
     ):
@@ -139,10 +155,15 @@ class HostTower(RuleBasedStateMachine):
             prefill_save_alignment=alignment,
             checkpoint_interval=interval,
             checkpoint_budget=checkpoints,
+            num_draft_tokens=num_drafts,
+            decode_checkpoint_interval=along,
             eos_token_ids=(EOS,),
         )
         self.engine, self.executor = self.tower.engine, self.tower.executor
         self.anchor_step = anchor_step(alignment, granularity)
+        self.dice = random.Random(luck)
+        self.accept = None
+        self.executor.right = self._right
         self.asked: dict[str, Asked] = {}
         self.during: list = []  # to happen while the next forward runs
         self.executor.during = self._interfere
@@ -157,10 +178,20 @@ class HostTower(RuleBasedStateMachine):
 
     # What a client does.
 
-    @rule(prompts=st.lists(prompts, min_size=1, max_size=3), wish=wishes)
-    def submit(self, prompts, wish):
-        for prompt in prompts:
-            self._submit(self.tower.request(prompt.tokens, **self._fitting(wish)))
+    @rule(
+        prompts=st.lists(prompts, min_size=1, max_size=3),
+        wish=wishes,
+        in_flight=st.sampled_from([False, False, True]),
+    )
+    def submit(self, prompts, wish, in_flight=False):
+        def do():
+            for prompt in prompts:
+                self._submit(self.tower.request(prompt.tokens, **self._fitting(wish)))
+
+        if in_flight:
+            self.during.append(do)
+        else:
+            do()
 
     @rule(prompt=prompts, first=wishes, second=wishes)
     def submit_the_same_prompt_twice(self, prompt, first, second):
@@ -211,6 +242,10 @@ class HostTower(RuleBasedStateMachine):
 
     # What a device does.
 
+    @rule(accept=st.sampled_from([None, None, 0, 1, 7]))
+    def draft_well_or_badly(self, accept):
+        self.accept = accept
+
     @rule(count=st.integers(1, 4))
     def steps(self, count):
         for _ in range(count):
@@ -238,7 +273,7 @@ class HostTower(RuleBasedStateMachine):
     def give_nonfinite_logits_in_the_next_step(self, row):
         self.nonfinite_row = row
 
-    @rule(what=st.sampled_from(["exports", "states"]))
+    @rule(what=st.sampled_from(["exports", "states", "anchors"]))
     def leave_something_unwritten_soon(self, what):
         self.withhold = what
 
@@ -259,7 +294,11 @@ class HostTower(RuleBasedStateMachine):
             return
         for checkpoint in self.engine._ledger.index.checkpoints():
             node = self.engine._ledger.index.node_of(checkpoint)
-            assert checkpoint.end % self.anchor_step == 0, "a save off the alignment"
+            settings = self.tower.settings
+            decoded = checkpoint.kind is AnchorKind.DECODE
+            step = settings.decode_checkpoint_interval if decoded else self.anchor_step
+            assert step > 0
+            assert checkpoint.end % step == 0, "a save off the alignment"
             assert checkpoint.end == node.depth * PAGE_SIZE
             path = []
             while node.parent is not None:
@@ -270,8 +309,11 @@ class HostTower(RuleBasedStateMachine):
                 for part in reversed(path)
                 for i in range(0, len(part.tokens), 4)
             ]
-            assert self._somebody_asked(tokens, path[-1].salt), "found under another's key"
+            asked = self._somebody_asked(tokens, path[-1].salt, with_answers=decoded)
+            assert asked, "found under another's key"
             state = self.executor.slots[checkpoint.lease.slot]
+            if settings.decode_anchor_step:  # a prompt may go on from an answer
+                state = as_tokens(state or ())
             assert state == as_state(tokens, len(tokens)), "a checkpoint of other tokens"
             for depth, part in enumerate(reversed(path)):
                 page = self.executor.pages[part.page.id]
@@ -285,7 +327,11 @@ class HostTower(RuleBasedStateMachine):
         assert stats.slots_free + stats.slots_running + stats.slots_checkpoint == stats.slots_total
         assert stats.slots_running >= 0
         assert stats.slots_checkpoint <= self.tower.settings.checkpoint_budget
+        assert stats.accepted_tokens == sum(stats.accepted_per_position) <= stats.draft_tokens
+        assert stats.drafts <= stats.draft_tokens <= stats.drafts * self.num_drafts
         heard = list(self.asked.values())
+        assert stats.draft_tokens >= sum(asked.drafted for asked in heard)
+        assert stats.accepted_tokens >= sum(asked.accepted for asked in heard)
         assert stats.generated_tokens == sum(
             len(tokens) for asked in heard for tokens, _ in asked.answer.values()
         )
@@ -322,10 +368,16 @@ class HostTower(RuleBasedStateMachine):
             return
         self.asked[request.request_id] = Asked(request, self.engine.submit(request))
 
-    def _somebody_asked(self, tokens: list[int], salt: bytes) -> bool:
-        """Whether a prompt begins so that was asked with what `salt` names."""
+    def _somebody_asked(self, tokens: list[int], salt: bytes, *, with_answers: bool) -> bool:
+        """Whether a prompt, or it and its answer, begins so, asked with what `salt` names."""
+
+        def begins(asked: Asked) -> bool:
+            given = [list(asked.request.tokens)]
+            texts = asked.texts(self.tower) if with_answers else given
+            return any(text[: len(tokens)] == tokens for text in texts)
+
         return any(
-            list(asked.request.tokens[: len(tokens)]) == tokens
+            begins(asked)
             and salt
             == prefix_salt(
                 epoch=self.flushes,
@@ -359,6 +411,9 @@ class HostTower(RuleBasedStateMachine):
     def _hear(self, asked: Asked, delta: Delta) -> None:
         first = not asked.answer
         take(asked.answer, delta)
+        assert delta.accepted <= min(delta.drafted, len(delta.tokens))
+        asked.drafted += delta.drafted
+        asked.accepted += delta.accepted
         assert (delta.outcome is None) or first, "the outcome comes first"
         if delta.outcome is not None:
             asked.outcome = delta.outcome
@@ -384,6 +439,13 @@ class HostTower(RuleBasedStateMachine):
             else:
                 assert (got, why) == (tokens, reason)
 
+    @property
+    def num_drafts(self) -> int:
+        return self.executor.capabilities.num_draft_tokens
+
+    def _right(self) -> int:
+        return self.dice.randint(0, self.num_drafts) if self.accept is None else self.accept
+
     def _interfere(self, plan: StepPlan) -> None:
         todo, self.during = self.during, []
         for do in todo:
@@ -392,14 +454,18 @@ class HostTower(RuleBasedStateMachine):
     def _fail(self, plan: StepPlan):
         fails, self.fails = self.fails, None
         if fails is not None:
-            for row in plan.prefill + plan.decode:
+            for row in plan.prefill + plan.decode + plan.verify:
                 self.asked[row.request].may_fail = True
             return fails(plan)
-        if self.withhold == "exports":
-            self.unwritten = {(e.slot, e.end) for row in plan.prefill for e in row.exports}
-            self.withhold = None if self.unwritten else "exports"
+        exports = {
+            "exports": [e for row in plan.prefill for e in row.exports],
+            "anchors": [row.export for row in plan.verify if row.export is not None],
+        }
+        if self.withhold in exports:
+            self.unwritten = {(e.slot, e.end) for e in exports[self.withhold]}
+            self.withhold = None if self.unwritten else self.withhold
         elif self.withhold == "states":
-            for row in (plan.prefill + plan.decode)[:1]:
+            for row in (plan.verify + plan.prefill + plan.decode)[:1]:
                 self.unwritten = {(row.state_out, row.end)}
                 self.asked[row.request].may_fail = True
             self.withhold = None
@@ -410,12 +476,54 @@ class HostTower(RuleBasedStateMachine):
         if self.nonfinite_row is None:
             return True
         rows = [r for r in self._plan.prefill + self._plan.decode if r.emit_seats]
+        rows += self._plan.verify
         chosen = rows[self.nonfinite_row % len(rows)]
         if row is not chosen:
             return True
         self.nonfinite_row = None
         self.asked[row.request].may_fail = True
         return False
+
+
+class LongAnswers(HostTower):
+    """The same, where every answer passes anchors and drafts are accepted more often than not."""
+
+    @initialize(
+        num_slots=st.sampled_from([10, 6, 5]),
+        num_pages=st.sampled_from([40, 20, 11]),
+        batch=st.sampled_from([4, 3]),
+        num_drafts=st.sampled_from([5, 3, 0]),
+        luck=st.integers(0, 1 << 16),
+        first=st.lists(prompts, min_size=1, max_size=3),
+        wish=wishes,
+    )
+    def build(self, num_slots, num_pages, batch, num_drafts, luck, first, wish):
+        super().build(
+            num_slots=num_slots,
+            num_pages=num_pages,
+            batch=batch,
+            budget=1000,
+            mode="interior",
+            alignment=64,
+            granularity=64,
+            interval=64,
+            checkpoints=10,
+            caching=True,
+            num_drafts=num_drafts,
+            along=64,
+            luck=luck,
+            first=first,
+            wish=wish,
+        )
+        self.withhold = "anchors"
+
+    @rule(count=st.integers(10, 60))
+    def flush_amid_answers(self, count):
+        self.many_steps(count)
+        self.flush(in_flight=False)
+
+    def _fitting(self, wish: dict) -> dict:
+        return super()._fitting({**wish, "max_tokens": 70 + wish["max_tokens"] // 2})
 
 
 def explore(machine: type[RuleBasedStateMachine], seeds: Iterable[int]) -> None:

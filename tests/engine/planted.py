@@ -8,9 +8,11 @@ from typing import Any
 import msgspec
 import pytest
 
-from millpond.engine import admission, scheduler
+from millpond.engine import admission, drafting, scheduler
+from millpond.engine.along import AnswerAnchors
 from millpond.engine.commit import Committer
 from millpond.engine.ledger import Ledger
+from millpond.engine.outbox import Outbox
 from millpond.engine.planned import PrefillRow
 from millpond.engine.request import Request, Sequence
 from millpond.engine.scheduler import Scheduler
@@ -25,12 +27,17 @@ Fault = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, list[Fault]] = {}
 """By the name of the invariant."""
 
+IN_ANSWERS: set[Fault] = set()
+"""Those that only long answers show."""
 
-def breaks(invariant: str) -> Callable[[Fault], Fault]:
+
+def breaks(invariant: str, *, in_answers: bool = False) -> Callable[[Fault], Fault]:
     """Register a fault."""
 
     def register(fault: Fault) -> Fault:
         FAULTS.setdefault(invariant, []).append(fault)
+        if in_answers:
+            IN_ANSWERS.add(fault)
         return fault
 
     return register
@@ -271,7 +278,7 @@ def the_prompt_end_is_saved_on_the_page_grid(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(scheduler, "plan_anchors", faulty)
 
 
-@breaks("generated tokens are folded one by one")
+@breaks("generated tokens are folded one by one", in_answers=True)
 def a_preempted_answer_is_recomputed_as_a_prompt(patch: pytest.MonkeyPatch) -> None:
     preempt = Scheduler.preempt
 
@@ -331,3 +338,154 @@ def an_abort_in_flight_is_forgotten(patch: pytest.MonkeyPatch) -> None:
         finish(self, *args)
 
     patch.setattr(Engine, "_finish_step", faulty)
+
+
+# Drafts, and checkpoints along an answer.
+
+
+@breaks("a seat brings nothing from before")
+def a_preempted_sequence_is_taken_for_live(patch: pytest.MonkeyPatch) -> None:
+    sit = Sequence.sit
+
+    def faulty(self: Sequence, seat: Any) -> None:
+        live = self.is_live
+        sit(self, seat)
+        self.is_live = live
+
+    patch.setattr(Sequence, "sit", faulty)
+
+
+@breaks("live sequences verify")
+def a_live_sequence_decodes_when_nothing_is_pending(patch: pytest.MonkeyPatch) -> None:
+    plan_verify = Scheduler._plan_verify
+
+    def faulty(self: Scheduler, sequence: Sequence) -> None:
+        if sequence.folded + 1 == len(sequence.tokens):
+            self._plan_decode(sequence, len(sequence.tokens))
+        else:
+            plan_verify(self, sequence)
+
+    patch.setattr(Scheduler, "_plan_verify", faulty)
+
+
+@breaks("a row starts where its state ends")
+def accepted_drafts_are_taken_for_folded(patch: pytest.MonkeyPatch) -> None:
+    draw_run = Committer._draw_run
+
+    def faulty(self: Committer, sequence: Sequence, run: Any, count: Any) -> None:
+        draw_run(self, sequence, run, count)
+        sequence.folded += count.accepted
+
+    patch.setattr(Committer, "_draw_run", faulty)
+
+
+@breaks("a row starts where its state ends")
+def what_was_accepted_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    """A step without drafts reads a state some tokens too old, as if nothing were pending."""
+    draw_run = Committer._draw_run
+
+    def faulty(self: Committer, sequence: Sequence, run: Any, count: Any) -> None:
+        draw_run(self, sequence, run[-1:], count)
+
+    patch.setattr(Committer, "_draw_run", faulty)
+
+
+@breaks("a sample ends where it ends")
+def tokens_after_the_last_are_told(patch: pytest.MonkeyPatch) -> None:
+    def faulty(self: Outbox, sequence: Sequence, run: Any, count: Any) -> bool:
+        ends = [self.draw(sequence, emitted) for emitted in run]
+        return any(ends)
+
+    patch.setattr(Outbox, "draw_run", faulty)
+
+
+@breaks("pages are there before they are written", in_answers=True)
+def drafts_are_verified_without_pages(patch: pytest.MonkeyPatch) -> None:
+    def faulty(sequence: Sequence, most: int) -> int:
+        return min(most, sequence.request.length_limit - 1 - len(sequence.tokens))
+
+    patch.setattr(drafting, "num_drafts", faulty)
+
+
+@breaks("pages are there before they are written")
+def the_last_page_is_shared_by_two_who_draft(patch: pytest.MonkeyPatch) -> None:
+    """Room for drafts is the next page of whoever published it, not one's own."""
+    take = drafting.take_pages
+
+    def faulty(ledger: Ledger, sequence: Sequence, most: int) -> None:
+        before = len(sequence.pages)
+        take(ledger, sequence, most)
+        other = next(iter(ledger.index.nodes()), None)
+        if len(sequence.pages) > before and other is not None:
+            ledger.pages.release(sequence.pages[before:])
+            ledger.pages.retain([other.page])
+            sequence.pages[before:] = [other.page]
+
+    patch.setattr(drafting, "take_pages", faulty)
+
+
+@breaks("every_export_is_written", in_answers=True)
+def an_anchor_that_was_not_reached_is_kept(patch: pytest.MonkeyPatch) -> None:
+    apply = Committer.apply
+
+    def faulty(committer: Committer, scheduled: Any, result: Any) -> None:
+        exports = [row.export for row in scheduled.plan.verify if row.export is not None]
+        written = result.written + tuple(Written(e.slot, e.end) for e in exports)
+        apply(committer, scheduled, msgspec.structs.replace(result, written=written))
+
+    patch.setattr(Committer, "apply", faulty)
+
+
+@breaks("a_full_pool_skips_saving", in_answers=True)
+def an_anchor_along_an_answer_insists_on_a_slot(patch: pytest.MonkeyPatch) -> None:
+    def faulty(self: AnswerAnchors, sequence: Sequence) -> Any:
+        return sequence.state.keep_input(self._ledger.pool)
+
+    patch.setattr(AnswerAnchors, "_keep_input", faulty)
+
+
+@breaks("a_finished_request_holds_nothing", in_answers=True)
+def the_anchor_of_an_ended_answer_is_forgotten(patch: pytest.MonkeyPatch) -> None:
+    close = RunningState.close
+
+    def faulty(state: RunningState, pool: StatePool) -> None:
+        state.take_anchor()
+        close(state, pool)
+
+    patch.setattr(RunningState, "close", faulty)
+
+
+@breaks("open_means_one_producer_alone", in_answers=True)
+def a_state_that_is_to_stay_is_written_over(patch: pytest.MonkeyPatch) -> None:
+    """The lease moves to another slot, the row does not."""
+    keep = AnswerAnchors._keep_input
+
+    def faulty(self: AnswerAnchors, sequence: Sequence) -> Any:
+        keep(self, sequence)
+
+    patch.setattr(AnswerAnchors, "_keep_input", faulty)
+
+
+@breaks("keys_name_all_that_matters", in_answers=True)
+def an_answer_of_before_a_flush_is_published_after_it(patch: pytest.MonkeyPatch) -> None:
+    publish = AnswerAnchors.publish
+
+    def faulty(self: AnswerAnchors, sequence: Sequence) -> None:
+        sequence.epoch = self._ledger.epoch
+        publish(self, sequence)
+
+    patch.setattr(AnswerAnchors, "forget", lambda self, running: None)
+    patch.setattr(AnswerAnchors, "publish", faulty)
+
+
+@breaks("findable_means_sealed_and_whole", in_answers=True)
+def an_answer_is_filed_a_page_early(patch: pytest.MonkeyPatch) -> None:
+    publish = AnswerAnchors.publish
+
+    def faulty(self: AnswerAnchors, sequence: Sequence) -> None:
+        anchor = sequence.state.anchor
+        if anchor is not None and anchor.end > 64:
+            sequence.state._anchor = anchor._replace(end=anchor.end - 64)
+        publish(self, sequence)
+
+    patch.setattr(AnswerAnchors, "publish", faulty)

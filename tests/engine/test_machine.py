@@ -8,7 +8,7 @@ import random
 import pytest
 from hypothesis import settings
 
-from tests.engine.machine import HostTower, explore
+from tests.engine.machine import HostTower, LongAnswers, explore
 
 PER_ROUND = 10
 """Examples of the Hypothesis profile for one round: its nine histories are long ones."""
@@ -21,3 +21,4 @@ def test_nothing_that_can_happen_disturbs_a_text_or_leaks(caplog: pytest.LogCapt
     rounds = max(1, profile.max_examples // PER_ROUND)
     first = 1000 if profile.derandomize else random.randrange(1 << 40)
     explore(HostTower, range(first, first + rounds))
+    explore(LongAnswers, range(first, first + rounds // 3 + 1))
