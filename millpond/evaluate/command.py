@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from millpond.front.flags import EvalFlags, ModeFlags, parse
 from millpond.tasks import task_names
 from millpond.telemetry import log_to_stderr
 
-PLAINEST = "--no-enable-prefix-caching --max-batch-size 1 --speculative-num-draft-tokens 0"
+PLAINEST = "no-enable-prefix-caching,max-batch-size=1,speculative-num-draft-tokens=0"
 """What a mode is compared with when nothing else is asked for."""
 
 
@@ -69,11 +68,15 @@ def _tasks(text: str | None) -> list[str]:
 
 
 def _other(flags: EvalFlags) -> Mode | None:
-    """The mode to compare with: the first one, changed as `--compare` says."""
+    """The mode to compare with: the first one, changed as `--compare` says.
+
+    It says so in flags without their dashes, for an argument that begins with dashes is a flag.
+    """
     if flags.compare == "none":
         return None
     asked = PLAINEST if flags.compare is None else flags.compare
-    change, _ = parse(ModeFlags, "eval --compare", shlex.split(asked))
+    words = asked.replace(",", " ").split()
+    change, _ = parse(ModeFlags, "eval --compare", ["--" + word.lstrip("-") for word in words])
     said: dict[str, Any] = flags.engine().model_dump(exclude_unset=True)
     changed: dict[str, Any] = change.engine().model_dump(exclude_unset=True)
     if changed.get("enable_prefix_caching") is False:

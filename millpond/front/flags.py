@@ -76,7 +76,7 @@ HELP = {
     "eval_seed": "the first of their seeds",
     "scale": "stretches the long tasks: 1 is up to about 512 tokens, 8 about 4096",
     "warm": "send each prompt once before it is graded, so that it starts from a hit",
-    "compare": "flags of a second mode, or none; default: no cache, no drafts, one by one",
+    "compare": "what a second mode does otherwise, such as no-enable-prefix-caching; or none",
     "gates": "hold a bundled model against its release gates",
     "gate": "thresholds of your own, such as accuracy=0.9,ledger.margin=5,drift=0.01",
     "json_path": "write all numbers to this file",

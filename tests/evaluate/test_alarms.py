@@ -87,7 +87,7 @@ def ground(name: str) -> Ground:
     for task in TASKS:
         drawn = [dialect.case(task, seed) for seed in range(400, 430)]
         fit = sorted((c for c in drawn if len(c.prompt) > 96), key=lambda c: len(c.prompt))
-        cases += fit[: COUNT + 1]
+        cases += fit[: 3 * COUNT]
     cold = run(model, COLD, cases)
     good = {
         task: [o for o in got if is_right(o.case, dialect.spoken(o.tokens))][:COUNT]

@@ -10,7 +10,15 @@ import pytest
 from millpond.config import NOT_SERVED, PytorchEngineConfig
 from millpond.errors import Refused
 from millpond.front.cli import main
-from millpond.front.flags import ALIASES, ChatFlags, DoctorFlags, ServeFlags, parse
+from millpond.front.flags import (
+    ALIASES,
+    QUIET,
+    ChatFlags,
+    DoctorFlags,
+    EvalFlags,
+    ServeFlags,
+    parse,
+)
 
 ACCEPTANCE = (
     "/models/x --backend pytorch --tp 1 --distributed-executor-backend uni --dtype bfloat16 "
@@ -50,10 +58,11 @@ def test_every_field_of_the_configuration_has_a_flag():
 def test_other_spellings_are_read_and_told(alias):
     ours = ALIASES[alias]
     value = [] if ours.startswith("--no-") else ["0.5" if ours == "--cache-memory" else "1"]
-    flags, notes = parse(ServeFlags, "serve", [alias, *value])
+    kind = EvalFlags if ours == "--json-path" else ServeFlags
+    flags, notes = parse(kind, "serve", [alias, *value])
     field = ours.removeprefix("--no-").removeprefix("--").replace("-", "_")
     assert field in flags.model_fields_set
-    assert (f"{alias} read as {ours}" in notes) == (alias != "--cache-block-seq-len")
+    assert (f"{alias} read as {ours}" in notes) == (alias not in QUIET)
 
 
 def test_speculation_flags_become_its_configuration():
