@@ -194,6 +194,8 @@ class Answer:
     samples: list[Sample] = field(default_factory=list)
     outcome: PrefixOutcome | None = None
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
+    drafted: int = 0  # draft tokens that were verified
+    accepted: int = 0  # those of them that are in the answer
 
     def __post_init__(self) -> None:
         self.samples = [Sample(self.ask, self.tokenizer, i) for i in range(self.ask.params.n)]
@@ -204,6 +206,8 @@ class Answer:
             self.outcome = delta.outcome
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
+        self.drafted += delta.drafted
+        self.accepted += delta.accepted
         return self.samples[delta.sample_index].push(delta)
 
     @property

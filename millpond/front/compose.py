@@ -20,6 +20,7 @@ from millpond.config import (
     num_drafts,
     resolve,
 )
+from millpond.engine.grammar import Grammars
 from millpond.engine.loop import Engine
 from millpond.engine.outbox import Sink
 from millpond.engine.settings import EngineSettings
@@ -104,7 +105,12 @@ def open_engine(
         if warm:
             on_phase("warm-up")
             warm_up(settings, executor)
-        engine = Engine(settings, executor, sink)
+        grammars = Grammars(
+            planned.directory / "tokenizer.json",
+            executor.capabilities.vocab_size,
+            planned.eos_token_ids,
+        )
+        engine = Engine(settings, executor, sink, grammars=grammars)
         undo.pop_all()  # the engine closes it from here on
     return engine
 

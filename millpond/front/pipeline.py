@@ -19,6 +19,7 @@ from millpond.errors import Rejected, StepFailed, Unavailable
 from millpond.front.answer import Answer, Ask, Piece, TextToken
 from millpond.front.compose import open_service
 from millpond.front.service import Flight, Service
+from millpond.front.structured import from_response_format
 from millpond.front.text import Tokenizer
 from millpond.telemetry import log_to_stderr
 
@@ -201,26 +202,32 @@ class Pipeline:
             wishes = list(gen_config)
         if len(wishes) != len(batch):
             raise Rejected(f"{len(wishes)} configurations for {len(batch)} prompts")
-        return [
+        asks = [
             self._ask(prompt, wish, do_preprocess, template)
             for prompt, wish in zip(batch, wishes, strict=True)
         ]
+        for compiled in self.service.prepare(asks):
+            compiled.result()
+        return asks
 
     def _ask(
         self, prompt: Prompt, wish: GenerationConfig, chat: bool, template: Mapping[str, Any]
     ) -> Ask:
         service = self.service
+        shape = from_response_format(wish.response_format)
         if isinstance(prompt, str):
             if not prompt:
                 raise Rejected("the prompt is empty", param="prompt", code="empty_prompt")
             if chat and service.template is not None:
                 messages = [{"role": "user", "content": prompt}]
-                return service.ask_chat(messages, wish, template=_template(template))
-            return service.ask(prompt, wish)
+                return service.ask_chat(
+                    messages, wish, template=_template(template), constraint=shape
+                )
+            return service.ask(prompt, wish, constraint=shape)
         talk = [m for m in prompt if isinstance(m, Mapping)]
         if prompt and len(talk) == len(prompt):
-            return service.ask_chat(talk, wish, template=_template(template))
-        return service.ask([_token(t) for t in prompt], wish)
+            return service.ask_chat(talk, wish, template=_template(template), constraint=shape)
+        return service.ask([_token(t) for t in prompt], wish, constraint=shape)
 
 
 def pipeline(

@@ -88,6 +88,7 @@ def usage(answers: Iterable[Answer]) -> dict[str, Any]:
     answers = list(answers)
     prompt = sum(a.prompt_tokens for a in answers)
     completion = sum(a.completion_tokens for a in answers)
+    accepted = sum(a.accepted for a in answers)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
@@ -98,6 +99,8 @@ def usage(answers: Iterable[Answer]) -> dict[str, Any]:
         },
         "completion_tokens_details": {
             "reasoning_tokens": sum(a.reasoning_tokens for a in answers),
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(a.drafted for a in answers) - accepted,
         },
     }
 

@@ -6,6 +6,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Collection, Mapping, Sequence
+from concurrent.futures import Future
 from contextlib import aclosing, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -51,6 +52,9 @@ class Door(Protocol):
 
     def submit(self, request: EngineRequest) -> Stream:
         """`Rejected` for one that can never be served, `Unavailable` when closing or dead."""
+
+    def prepare(self, constraint: Constraint) -> Future[Any]:
+        """Compile a constraint elsewhere; this or the future raise `Rejected` or `Unavailable`."""
 
     def stats(self) -> EngineStats:
         """Counters since start."""
@@ -154,6 +158,11 @@ class Service:
         if (trouble := self.trouble) is not None:
             raise Unavailable(trouble)
         self.room.look()
+
+    def prepare(self, asks: Sequence[Ask]) -> list[Future[Any]]:
+        """Have compiled what the answers must be written in; a bad one is refused before it runs."""
+        wanted = {a.constraint for a in asks if a.constraint is not None}
+        return [self.engine.prepare(constraint) for constraint in wanted]
 
     def ask(
         self,

@@ -7,9 +7,11 @@ import queue
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from concurrent.futures import Future
 from contextlib import suppress
 
 from millpond.engine import submission
+from millpond.engine.constraint import Constraint
 from millpond.engine.settings import EngineSettings
 from millpond.engine.types import (
     Delta,
@@ -18,7 +20,7 @@ from millpond.engine.types import (
     PrefixOutcome,
     TokenOut,
 )
-from millpond.errors import Unavailable
+from millpond.errors import Rejected, Unavailable
 from millpond.plan.step import Capabilities, TokenLogprob
 
 Script = Callable[[EngineRequest, int], list[int]]
@@ -176,6 +178,14 @@ class FakeEngine:
     def die(self, why: str) -> None:
         """What a failed step loop leaves: no health, and every stream ends with an error."""
         self.healthy, self.failure = False, why
+
+    def prepare(self, constraint: Constraint) -> Future[None]:
+        done: Future[None] = Future()
+        if constraint.text == "impossible":
+            done.set_exception(Rejected("it cannot be", param=constraint.param))
+        else:
+            done.set_result(None)
+        return done
 
     def stats(self) -> EngineStats:
         running = len(self.running)

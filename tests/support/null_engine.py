@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from millpond.config import ModelFacts, PytorchEngineConfig, resolve
+from millpond.engine.grammar import Grammars
 from millpond.engine.loop import Engine, EngineSettings
 from millpond.engine.outbox import Sink
 from millpond.errors import Refused
@@ -68,7 +69,8 @@ def _open(
         checkpoint_budget=resolved.checkpoint_budget,
         debug_audit=resolved.debug_audit,
     )
-    return Engine(settings, NullExecutor(capabilities, pause), sink)
+    grammars = Grammars(locate(start.model) / "tokenizer.json", VOCAB)
+    return Engine(settings, NullExecutor(capabilities, pause), sink, grammars=grammars)
 
 
 def open_quick(start: m.Start, say: Callable[[m.FromEngine], object], sink: Sink) -> Engine:

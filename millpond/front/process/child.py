@@ -11,6 +11,7 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from importlib import import_module
 from typing import Any
 
@@ -19,7 +20,7 @@ import zmq
 
 from millpond.engine.loop import Engine
 from millpond.engine.outbox import Sink
-from millpond.errors import MillpondError, Refused
+from millpond.errors import MillpondError, Refused, Rejected
 from millpond.front.process import messages as m
 from millpond.front.process.link import Receiver, Sender
 from millpond.telemetry import log_to_stderr, logger
@@ -115,6 +116,8 @@ class _Desk:
             self._engine.abort(message.request_id)
         elif isinstance(message, m.Count):
             self._answers.send(m.Done(message.ticket, self._engine.stats()))
+        elif isinstance(message, m.Prepare):
+            self._prepare(message)
         elif isinstance(message, m.Flush):
             self._apart(self._flush, message.ticket)
         else:
@@ -123,6 +126,25 @@ class _Desk:
     def _apart(self, work: Callable[..., None], *given: Any) -> None:
         """What waits for the engine must not keep others waiting."""
         threading.Thread(target=work, args=given, daemon=True).start()
+
+    def _prepare(self, message: m.Prepare) -> None:
+        def tell(made: Future[Any]) -> None:
+            error = None if made.cancelled() else made.exception()
+            if error is None:
+                self._answers.send(m.Done(message.ticket))
+            else:
+                self._decline(message.ticket, error)
+
+        try:
+            self._engine.prepare(message.constraint).add_done_callback(tell)
+        except MillpondError as error:
+            self._decline(message.ticket, error)
+
+    def _decline(self, ticket: int, error: BaseException) -> None:
+        if isinstance(error, Rejected):
+            self._answers.send(m.Declined(ticket, str(error), error.param, error.code))
+        else:
+            self._answers.send(m.Declined(ticket, str(error), later=True))
 
     def _flush(self, ticket: int) -> None:
         self._engine.flush_cache()

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import msgspec
 
 from millpond.config import ModelFacts, Resolved
+from millpond.engine.constraint import Constraint
 from millpond.engine.settings import EngineSettings
 from millpond.engine.types import Delta, EngineRequest, EngineStats
 from millpond.plan.step import Capabilities
@@ -60,6 +61,13 @@ class Count(_Message, frozen=True):
     ticket: int
 
 
+class Prepare(_Message, frozen=True):
+    """Compile what answers will be written in, then answer with the same ticket."""
+
+    ticket: int
+    constraint: Constraint
+
+
 class Close(_Message, frozen=True):
     """Take no more requests, finish what runs (`drain`) for `timeout` seconds, and leave."""
 
@@ -67,7 +75,7 @@ class Close(_Message, frozen=True):
     timeout: float | None
 
 
-ToEngine: TypeAlias = Submit | Abort | Flush | Count | Close
+ToEngine: TypeAlias = Submit | Abort | Flush | Count | Prepare | Close
 
 
 # From the engine.
@@ -115,6 +123,16 @@ class Done(_Message, frozen=True):
     stats: EngineStats | None = None
 
 
+class Declined(_Message, frozen=True):
+    """An order that cannot be carried out, with the field to blame; `later`: not now."""
+
+    ticket: int
+    why: str
+    param: str | None = None
+    code: str = ""
+    later: bool = False
+
+
 class Failed(_Message, frozen=True):
     """The process is about to end. `refused`: the model or configuration cannot be served."""
 
@@ -122,4 +140,4 @@ class Failed(_Message, frozen=True):
     refused: bool = False
 
 
-FromEngine: TypeAlias = Phase | Plan | Ready | Deltas | Turned | Done | Failed
+FromEngine: TypeAlias = Phase | Plan | Ready | Deltas | Turned | Done | Declined | Failed

@@ -19,12 +19,14 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
 import msgspec
 import zmq
 
 from millpond.config import PytorchEngineConfig, SpeculativeConfig
 from millpond.engine import submission
+from millpond.engine.constraint import Constraint
 from millpond.engine.stream import RequestStream, wake
 from millpond.engine.types import Delta, EngineRequest, EngineStats
 from millpond.errors import MillpondError, Refused, Rejected, Unavailable
@@ -162,6 +164,10 @@ class RemoteEngine:
         """Make every checkpoint unfindable; returns once that is done. Raises `Unavailable`."""
         self._ask(m.Flush).result()
 
+    def prepare(self, constraint: Constraint) -> Future[Any]:
+        """Have a constraint compiled there; the future may raise `Rejected` or `Unavailable`."""
+        return self._ask(lambda ticket: m.Prepare(ticket, constraint))
+
     def stats(self) -> EngineStats:
         """A snapshot, or the last one of an engine that does not answer. Raises `Unavailable`."""
         try:
@@ -212,6 +218,11 @@ class RemoteEngine:
                 order = self._orders.pop(message.ticket, None)
             if order is not None:
                 order.set_result(message.stats)
+        elif isinstance(message, m.Declined):
+            with self._lock:
+                order = self._orders.pop(message.ticket, None)
+            if order is not None:
+                order.set_exception(_declined(message))
         elif isinstance(message, m.Phase):
             self.startup.enter(message.name)
         elif isinstance(message, m.Plan):
@@ -307,6 +318,12 @@ class RemoteEngine:
                 self._orders.pop(ticket, None)
             raise Unavailable(self._failure or "the engine answers no questions now")
         return promise
+
+
+def _declined(message: m.Declined) -> MillpondError:
+    if message.later:
+        return Unavailable(message.why)
+    return Rejected(message.why, param=message.param, code=message.code)
 
 
 def _launch(start: m.Start) -> subprocess.Popen[bytes]:

@@ -146,6 +146,8 @@ async def respond(
     """
     with names(**spoken):
         asks = await asyncio.to_thread(make_asks)
+        for compiled in service.prepare(asks):
+            await asyncio.shield(asyncio.wrap_future(compiled))  # others may wait for it too
         # The engine's own ids are unique whatever the client calls its request.
         flight = Flight(service, asks, uuid.uuid4().hex, request.state.request_id)
     try:

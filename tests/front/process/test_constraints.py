@@ -1,0 +1,17 @@
+"""Constraints are compiled in the engine's process; a bad one is the client's mistake here too."""
+
+from __future__ import annotations
+
+import httpx
+
+COMPLETE = "/v1/completions"
+
+
+def test_a_bad_grammar_is_a_400_from_the_other_process_and_the_next_request_is_served(serve):
+    served = serve("open_quick")
+    bad = {"prompt": "x", "guided_json": {"type": "nothing"}, "max_tokens": 2}
+    for stream in (False, True):
+        reply = httpx.post(served.url + COMPLETE, json=bad | {"stream": stream}, timeout=30)
+        assert (reply.status_code, reply.json()["error"]["param"]) == (400, "guided_json")
+    reply = httpx.post(served.url + COMPLETE, json={"prompt": "x", "max_tokens": 2}, timeout=30)
+    assert reply.status_code == 200
