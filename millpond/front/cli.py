@@ -9,15 +9,16 @@ from typing import Any
 
 import millpond
 from millpond.errors import MillpondError, Refused
-from millpond.front.flags import ChatFlags, DoctorFlags, EvalFlags, ServeFlags, parse
+from millpond.front.flags import BenchFlags, ChatFlags, DoctorFlags, EvalFlags, ServeFlags, parse
 
 USAGE = """\
 usage: millpond COMMAND [FLAGS]
 
-  serve [MODEL]    serve a model over HTTP, OpenAI-compatible
-  chat [PROMPT]    answer one question, or talk
-  doctor           what this machine can do, and what a model would take
-  eval [MODEL]     grade a model on tasks with known answers, in any mode
+  serve [MODEL]        serve a model over HTTP, OpenAI-compatible
+  chat [PROMPT]        answer one question, or talk
+  doctor               what this machine can do, and what a model would take
+  bench serve [URL]    put a server under load and measure it
+  eval [MODEL]         grade a model on tasks with known answers, in any mode
 
 MODEL is a directory in the Hugging Face layout, or the name of a bundled model.
 `millpond COMMAND --help` lists the flags, `millpond --version` prints the version."""
@@ -26,6 +27,7 @@ COMMANDS: dict[str, tuple[type[Any], str, str]] = {
     "serve": (ServeFlags, "millpond.front.serving", "serve"),
     "chat": (ChatFlags, "millpond.front.commands", "chat"),
     "doctor": (DoctorFlags, "millpond.front.commands", "doctor"),
+    "bench serve": (BenchFlags, "millpond.front.load.command", "bench_serve"),
     "eval": (EvalFlags, "millpond.evaluate.command", "evaluate"),
 }
 
@@ -39,13 +41,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not argv or argv[0] in ("-h", "--help", "help"):
         print(USAGE)
         return 0 if argv else 2
-    name = argv[0]
+    words = 2 if " ".join(argv[:2]) in COMMANDS else 1
+    name, argv = " ".join(argv[:words]), argv[words:]
     if name not in COMMANDS:
         print(f"millpond: unknown command {name!r}, use {', '.join(COMMANDS)}", file=sys.stderr)
         return 2
     flags_type, module, function = COMMANDS[name]
     try:
-        flags, notes = parse(flags_type, name, argv[1:])
+        flags, notes = parse(flags_type, name, argv)
     except Refused as error:
         print(f"millpond {name}: {error}", file=sys.stderr)
         return 2

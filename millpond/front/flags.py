@@ -7,7 +7,7 @@ import json
 import tomllib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, create_model
 from pydantic.fields import FieldInfo
@@ -62,6 +62,22 @@ HELP = {
     "enable_admin": "open the routes that change what others are served",
     "max_queued": "prompts that may wait beside those that run; more are told to come back",
     "max_body": "the largest body of a request, such as 8MiB",
+    "url": "the server's address",
+    "endpoint": "which route is asked",
+    "bench_model": "the name to ask for; default: the server's first",
+    "client_key": "the key to send along",
+    "num_prompts": "requests in all",
+    "concurrency": "users who each ask again once answered (closed loop)",
+    "request_rate": "requests a second, at random moments (open loop)",
+    "input_len": "words of a prompt, or tokens with --token-ids",
+    "output_len": "tokens of an answer",
+    "shared_prefix_len": "of the input, how much all prompts have in common",
+    "token_ids": "send token ids below this number instead of words",
+    "dataset": "a file of JSON lines with prompt or messages, instead of random words",
+    "ignore_eos": "ask for answers of full length",
+    "warmup": "requests before the clock starts",
+    "bench_seed": "of the random words and moments",
+    "plot": "write a picture of the times here",
     "drain_seconds": "how long running requests may go on after a signal to end",
     "speculative_algorithm": "deepseek_mtp: the model's own draft layer",
     "speculative_num_draft_tokens": "drafts a step, 0 to 7",
@@ -110,7 +126,7 @@ ALIASES = {
 QUIET = {"--cache-block-seq-len", "--json"}  # nothing to tell: LMDeploy's own, and a short form
 
 
-class _Flags(BaseSettings):
+class _Base(BaseSettings):
     """Flags first, then the configuration file; the environment is not read."""
 
     model_config = SettingsConfigDict(
@@ -124,12 +140,6 @@ class _Flags(BaseSettings):
     )
     config: Annotated[str | None, Field(description=HELP["config"])] = None
     log_level: Annotated[str, Field(description=HELP["log_level"])] = "WARNING"
-    speculative_algorithm: Annotated[
-        str | None, Field(description=HELP["speculative_algorithm"])
-    ] = None
-    speculative_num_draft_tokens: Annotated[
-        int | None, Field(ge=0, description=HELP["speculative_num_draft_tokens"])
-    ] = None
 
     @classmethod
     def settings_customise_sources(
@@ -142,6 +152,17 @@ class _Flags(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Only what is handed in; the command line is put before it."""
         return (init_settings,)
+
+
+class _Flags(_Base):
+    """The flags of a command that runs an engine."""
+
+    speculative_algorithm: Annotated[
+        str | None, Field(description=HELP["speculative_algorithm"])
+    ] = None
+    speculative_num_draft_tokens: Annotated[
+        int | None, Field(ge=0, description=HELP["speculative_num_draft_tokens"])
+    ] = None
 
     def engine(self) -> PytorchEngineConfig:
         """The engine's part; what was not said stays unsaid."""
@@ -226,13 +247,39 @@ class EvalFlags(_Engine):  # type: ignore[valid-type,misc]
     json_path: Annotated[str | None, _help("json_path")] = None
 
 
+class BenchFlags(_Base):
+    """Put a server under load and measure what its users would see."""
+
+    url: Annotated[CliPositionalArg[str], _help("url")] = "http://127.0.0.1:23333"
+    endpoint: Annotated[Literal["chat", "completions"], _help("endpoint")] = "chat"
+    model: Annotated[str | None, _help("bench_model")] = None
+    api_key: Annotated[str | None, _help("client_key")] = None
+    num_prompts: Annotated[int, Field(ge=1, description=HELP["num_prompts"])] = 100
+    concurrency: Annotated[int | None, Field(ge=1, description=HELP["concurrency"])] = None
+    request_rate: Annotated[float | None, Field(gt=0, description=HELP["request_rate"])] = None
+    input_len: Annotated[int, Field(ge=1, description=HELP["input_len"])] = 128
+    output_len: Annotated[int, Field(ge=1, description=HELP["output_len"])] = 64
+    shared_prefix_len: Annotated[int, Field(ge=0, description=HELP["shared_prefix_len"])] = 0
+    token_ids: Annotated[int | None, Field(ge=1, description=HELP["token_ids"])] = None
+    dataset: Annotated[str | None, _help("dataset")] = None
+    ignore_eos: Annotated[bool, _help("ignore_eos")] = True
+    warmup: Annotated[int, Field(ge=0, description=HELP["warmup"])] = 1
+    seed: Annotated[int, Field(ge=0, description=HELP["bench_seed"])] = 0
+    json_path: Annotated[str | None, _help("json_path")] = None
+    plot: Annotated[str | None, _help("plot")] = None
+
+
 class ModeFlags(_Engine):  # type: ignore[valid-type,misc]
     """The engine's flags alone: a second mode to compare with."""
 
 
-def parse(flags: type[_Flags], command: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
+POSITIONAL: dict[type[_Base], str] = {ServeFlags: "model", EvalFlags: "model", BenchFlags: "url"}
+"""Arguments without a name that may be given with one."""
+
+
+def parse(flags: type[_Base], command: str, argv: Sequence[str]) -> tuple[Any, list[str]]:
     """(flags, notes about spellings). Raises `Refused` with one line for a bad one."""
-    positional = "model" if flags in (ServeFlags, EvalFlags) else None
+    positional = POSITIONAL.get(flags)
     argv, notes = _spell(argv, positional)
     known = _spellings(flags)
     for word in argv:
@@ -279,7 +326,7 @@ def _is_number(word: str) -> bool:
     return True
 
 
-def _spellings(flags: type[_Flags]) -> set[str]:
+def _spellings(flags: type[_Base]) -> set[str]:
     """Every flag of a command."""
     found = {"-h", "--help"}
     for name, field in flags.model_fields.items():
