@@ -52,6 +52,7 @@ class Row:
 
     def __init__(self, guide: Guide, seat: int) -> None:
         self.guide, self.seat = guide, seat
+        self.finish_reason = None
 
 
 def new_guide(grammar: Grammar, vocab_size: int) -> Guide:
@@ -91,14 +92,15 @@ def measure_batch(grammar: Grammar, vocab_size: int, rows: int) -> list[float]:
     """Seconds from a commit until the masks of all rows are there, per row."""
     guidance, rng, found = Guidance(None, (), vocab_size), random.Random(1), []
     running = [Row(new_guide(grammar, vocab_size), seat) for seat in range(rows)]
+    guidance._guided += running  # type: ignore[arg-type]
     for _ in range(MAX_TOKENS):
         for row in running:
             step(row.guide, rng)
             if row.guide.complete:
                 row.guide = new_guide(grammar, vocab_size)
         begin = time.perf_counter()
-        guidance.begin(running, ())  # type: ignore[arg-type]
-        while guidance.wait_for_one(running):  # type: ignore[arg-type]
+        guidance.begin(())
+        while guidance.wait_for_one():
             pass
         found.append((time.perf_counter() - begin) / rows)
     guidance.close()

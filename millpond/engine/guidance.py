@@ -44,6 +44,7 @@ class Guidance:
         self._grammars = grammars
         self._eos = eos_token_ids
         self._vocab_size = vocab_size
+        self._guided: list[Sample] = []  # all that have a guide and are not over
         self._pool: ThreadPoolExecutor | None = None  # made for the first grammar
 
     def prepare(self, constraint: Constraint) -> Future[Grammar]:
@@ -63,12 +64,16 @@ class Guidance:
             sample.guide = Guide(
                 grammar, reasoning, request.spec.params, self._eos, self._vocab_size
             )
+        self._guided += request.samples
 
-    def begin(self, running: Iterable[Sample], told: Iterable[Drafts]) -> None:
+    def begin(self, told: Iterable[Drafts]) -> None:
         """Start to fill what went stale. `told`: what was proposed to seats that asked."""
+        if not self._guided:
+            return
+        self._forget()
         drafts = {one.seat: one.tokens for one in told}
         slow: list[tuple[Guide, Sequence[int]]] = []
-        for sample in running:
+        for sample in self._guided:
             guide = sample.guide
             if guide is None or not guide.stale or guide.complete or guide.error is not None:
                 continue
@@ -87,9 +92,9 @@ class Guidance:
             for guide, _ in share:
                 guide.filling = filling
 
-    def wait(self, running: Iterable[Sample]) -> None:
+    def wait(self) -> None:
         """Give masks that are being filled a moment, except those that needed longer before."""
-        guides = _unready(running)
+        guides = self._unready()
         waiting = _futures(guide.filling for guide in guides if not guide.is_slow)
         if not waiting:
             return
@@ -97,9 +102,9 @@ class Guidance:
         for guide in guides:
             guide.is_slow = guide.is_slow or guide.filling in late
 
-    def wait_for_one(self, running: Iterable[Sample]) -> bool:
+    def wait_for_one(self) -> bool:
         """Wait until one of the masks that are being filled is there; False when none is."""
-        guides = _unready(running)
+        guides = self._unready()
         waiting = _futures(guide.filling for guide in guides)
         if waiting:
             wait(waiting, PATIENCE, FIRST_COMPLETED)
@@ -107,6 +112,8 @@ class Guidance:
 
     def bind(self, scheduled: Scheduled, *, drafting: bool) -> None:
         """Put into a plan what its seats may draw, and whose drafts are wanted (`drafting`)."""
+        if not self._guided:
+            return
         drawing = [one for one in _drawing(scheduled) if one[0].guide is not None]
         if drawing:
             scheduled.plan = replace(
@@ -115,13 +122,23 @@ class Guidance:
                 tell_drafts=tuple(sample.seat for sample, _ in drawing) if drafting else (),
             )
 
-    def failed(self, running: Iterable[Sample]) -> list[tuple[Request, str]]:
+    def failed(self) -> list[tuple[Request, str]]:
         """Requests with a sample that nothing may follow, and why."""
+        self._forget()
         return [
             (sample.request, sample.guide.error)
-            for sample in running
+            for sample in self._guided
             if sample.guide is not None and sample.guide.error is not None
         ]
+
+    def _forget(self) -> None:
+        """Those that are over."""
+        self._guided = [one for one in self._guided if one.finish_reason is None]
+
+    def _unready(self) -> list[Guide]:
+        self._forget()
+        guides = (one.guide for one in self._guided)
+        return [guide for guide in guides if guide is not None and not guide.is_ready]
 
     def close(self) -> None:
         """Give back the threads."""
@@ -155,11 +172,6 @@ def _seat_masks(drawing: Iterable[tuple[Sample, int]]) -> tuple[SeatMask, ...]:
         if any(place is not None for place in places):
             masks.append(SeatMask(sample.seat, places))
     return tuple(masks)
-
-
-def _unready(running: Iterable[Sample]) -> list[Guide]:
-    guides = (sample.guide for sample in running)
-    return [guide for guide in guides if guide is not None and not guide.is_ready]
 
 
 def _futures(filling: Iterable[Future[None] | None]) -> set[Future[None]]:

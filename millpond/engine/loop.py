@@ -256,10 +256,7 @@ class Engine:
         except (Rejected, CancelledError) as error:
             self._committer.end_request(request, "error", str(error))
             return
-        if first.guide is not None and first.guide.error is not None:
-            self._committer.end_request(request, "error", first.guide.error)
-        else:
-            self._scheduler.enqueue(first)
+        self._scheduler.enqueue(first)
 
     def step(self) -> bool:
         """Schedule, execute and commit one step; False when there was nothing to do.
@@ -282,13 +279,12 @@ class Engine:
     def _step(self) -> bool:
         self._read_inbox()
         self._end_aborted()
-        running = self._scheduler.running
-        self._guidance.wait(running)
-        for request, why in self._guidance.failed(running):
+        self._guidance.wait()
+        for request, why in self._guidance.failed():
             self._committer.end_request(request, "error", why)
         scheduled = self._scheduler.schedule()
         if scheduled is None:
-            return self._guidance.wait_for_one(running)
+            return self._guidance.wait_for_one()
         self._guidance.bind(scheduled, drafting=self.capabilities.num_draft_tokens > 0)
         self._audit(scheduled)
         plan, began = scheduled.plan, self._clock()
@@ -314,7 +310,7 @@ class Engine:
             self._committer.fail(scheduled, why)
         else:
             self._committer.apply(scheduled, result)
-            self._guidance.begin(self._scheduler.running, result.drafts)
+            self._guidance.begin(result.drafts)
         self._end_aborted()
 
     def _read_inbox(self) -> None:
