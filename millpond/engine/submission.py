@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Iterable
 
+from millpond.engine.constraint import Reasoning
 from millpond.engine.ledger import pages_for
 from millpond.engine.settings import EngineSettings
 from millpond.engine.types import EngineRequest
@@ -30,6 +31,7 @@ def check(request: EngineRequest, settings: EngineSettings, capabilities: Capabi
     """Raise `Rejected` for a request that can never be served as asked."""
     _check_tokens(request, settings, capabilities)
     _check_params(request.params, settings, capabilities)
+    _check_reasoning(request.reasoning, capabilities)
     _check_salt(request.cache_salt)
     needed = pages_for(len(request.tokens))
     copies = request.params.n - 1 if len(request.tokens) % PAGE_SIZE else 0
@@ -109,6 +111,21 @@ def _check_params(
                 f"{name} names token {outside}; ids go from 0 to {capabilities.vocab_size - 1}",
                 param=name,
             )
+
+
+def _check_reasoning(reasoning: Reasoning | None, capabilities: Capabilities) -> None:
+    if reasoning is None:
+        return
+    if reasoning.budget is not None:
+        _within("thinking_token_budget", reasoning.budget, 0, MAX_COUNT)
+    marks = [reasoning.end_token]
+    marks += [reasoning.start_token] if reasoning.start_token is not None else []
+    outside = _outside(marks, capabilities.vocab_size)
+    if outside is not None:
+        raise Rejected(
+            f"token {outside}, which is to mark the reasoning, is not in the vocabulary",
+            param="reasoning",
+        )
 
 
 def _check_salt(salt: str) -> None:

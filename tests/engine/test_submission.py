@@ -5,7 +5,9 @@ from __future__ import annotations
 import math
 
 import pytest
+from msgspec.structs import replace
 
+from millpond.engine.constraint import Constraint, Reasoning
 from millpond.errors import Refused, Rejected
 from tests.support.towers import Tower
 
@@ -108,3 +110,31 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards():
 def test_settings_that_cannot_serve_are_refused_at_start(numbers, words):
     with pytest.raises(Refused, match=words):
         Tower(**numbers)
+
+
+@pytest.mark.parametrize(
+    "reasoning, field",
+    [
+        (Reasoning(end_token=50, is_open=True), "reasoning"),
+        (Reasoning(end_token=-1, is_open=True), "reasoning"),
+        (Reasoning(end_token=1, is_open=False, start_token=99), "reasoning"),
+        (Reasoning(end_token=1, is_open=True, budget=-1), "thinking_token_budget"),
+        (Reasoning(end_token=1, is_open=True, budget=1 << 70), "thinking_token_budget"),
+    ],
+)
+def test_reasoning_that_cannot_be_followed_is_refused(reasoning, field):
+    tower = Tower()
+    request = replace(tower.request(range(10)), reasoning=reasoning)
+    with pytest.raises(Rejected) as refusal:
+        tower.engine.submit(request)
+    assert refusal.value.param == field
+    tower.assert_nothing_is_held()
+
+
+def test_a_constraint_without_anything_to_compile_it_is_refused():
+    tower = Tower()
+    constraint = Constraint(kind="json_object", param="theirs")
+    with pytest.raises(Rejected) as refusal:
+        tower.engine.submit(replace(tower.request(range(10)), constraint=constraint))
+    assert (refusal.value.param, refusal.value.code) == ("theirs", "unsupported")
+    tower.assert_nothing_is_held()
