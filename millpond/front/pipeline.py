@@ -14,10 +14,13 @@ from types import TracebackType
 from typing import Any
 
 from millpond.config import GenerationConfig, PytorchEngineConfig, SpeculativeConfig
+from millpond.engine.constraint import Constraint
 from millpond.engine.types import EngineStats
 from millpond.errors import Rejected, StepFailed, Unavailable
 from millpond.front.answer import Answer, Ask, Piece, TextToken
 from millpond.front.compose import open_service
+from millpond.front.parsing.base import Event, ToolCall, collect, merged
+from millpond.front.parsing.wish import ToolWish
 from millpond.front.service import Flight, Service
 from millpond.front.structured import from_response_format
 from millpond.front.text import Tokenizer
@@ -35,6 +38,8 @@ class Response:
     generated. `token_ids` are all generated tokens, the one that stopped it included. `logprobs`
     has per token its own log probability first, then those of the alternatives asked for.
     `prefix` says how the prompt met the prefix cache. With n > 1, `samples` holds all answers.
+    `events` are the reasoning, the text and the tool calls in their order, as they came; those of a
+    whole answer are also together in `tool_calls`.
     """
 
     text: str
@@ -52,6 +57,8 @@ class Response:
     index: int = 0
     sample_index: int = 0
     error: str | None = None
+    events: tuple[Event, ...] = ()
+    tool_calls: tuple[ToolCall, ...] = ()
     samples: tuple[Response, ...] = ()
 
 
@@ -115,7 +122,9 @@ class Pipeline:
 
         A prompt is a string, a list of messages, or a list of token ids. A string is the user's
         message of a chat; with `do_preprocess=False`, or for a model without a chat template, it is
-        continued as it stands, as ids always are. Further keywords are variables of the template.
+        continued as it stands, as ids always are. Keywords of a chat: `tools`, `tool_choice` and
+        `parallel_tool_calls` as in the OpenAI API, `reasoning_effort`, `thinking_budget` (tokens of
+        reasoning), `add_generation_prompt`, `continue_final_message`; others are the template's.
         Raises `Rejected` (a `ValueError`) for what cannot be served, `StepFailed` when a single
         answer failed; in a list, a failed one says so in `error`.
         """
@@ -220,14 +229,37 @@ class Pipeline:
                 raise Rejected("the prompt is empty", param="prompt", code="empty_prompt")
             if chat and service.template is not None:
                 messages = [{"role": "user", "content": prompt}]
-                return service.ask_chat(
-                    messages, wish, template=_template(template), constraint=shape
-                )
+                return self._ask_chat(messages, wish, shape, template)
             return service.ask(prompt, wish, constraint=shape)
         talk = [m for m in prompt if isinstance(m, Mapping)]
         if prompt and len(talk) == len(prompt):
-            return service.ask_chat(talk, wish, template=_template(template), constraint=shape)
+            return self._ask_chat(talk, wish, shape, template)
         return service.ask([_token(t) for t in prompt], wish, constraint=shape)
+
+    def _ask_chat(
+        self,
+        messages: Sequence[Message],
+        wish: GenerationConfig,
+        shape: Constraint | None,
+        given: Mapping[str, Any],
+    ) -> Ask:
+        """An `Ask` for a conversation; keywords that are not of ours are the template's."""
+        extra = dict(given)
+        names = ("add_generation_prompt", "continue_final_message")
+        own = {name: extra.pop(name) for name in names if name in extra}
+        choice = [extra.pop(n, None) for n in ("tools", "tool_choice", "parallel_tool_calls")]
+        budget = extra.pop("thinking_budget", None)
+        effort = extra.pop("reasoning_effort", None)
+        if effort is not None and self.service.template is not None:
+            extra |= self.service.template.effort(effort)
+        return self.service.ask_chat(
+            messages,
+            wish,
+            template={**own, "extra": extra},
+            tools=ToolWish.of(*choice),
+            thinking_budget=budget,
+            constraint=shape,
+        )
 
 
 def pipeline(
@@ -251,13 +283,6 @@ def pipeline(
         chat_template=chat_template,
     )
     return Pipeline(service)
-
-
-def _template(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Keywords of a call as arguments of `ChatTemplate.render`: its own, and the template's."""
-    own = ("tools", "add_generation_prompt", "continue_final_message")
-    extra = {k: v for k, v in given.items() if k not in own}
-    return {**{k: given[k] for k in own if k in given}, "extra": extra}
 
 
 def _token(value: Any) -> int:
@@ -306,6 +331,7 @@ def _response(index: int, answer: Answer, pieces: Sequence[Piece]) -> Response:
         index=index,
         sample_index=last.index,
         error=last.error,
+        events=merged(e for p in pieces for e in p.events),
     )
 
 
@@ -313,4 +339,5 @@ def _whole(index: int, answer: Answer, pieces: Sequence[Piece]) -> Response:
     """All samples of one prompt; the first one stands for them."""
     count = answer.ask.params.n
     made = [_response(index, answer, [p for p in pieces if p.index == i]) for i in range(count)]
+    made = [replace(r, tool_calls=collect(r.events).calls) for r in made]
     return replace(made[0], samples=tuple(made)) if count > 1 else made[0]

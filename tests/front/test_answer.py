@@ -143,6 +143,20 @@ def test_a_stop_string_after_a_call_leaves_the_call_whole():
     assert (pieces[-1].finish_reason, pieces[-1].stop_reason) == ("tool_calls", "done")
 
 
+def test_a_whole_call_before_one_that_was_cut_off_is_no_reason_to_call():
+    ask = replace(ASKS["glm"], stops=("Ång",))
+    tokens = encode(f"</think><tool_call>now</tool_call>{CALL}")
+    pieces = answer(ask, tokens)
+    assert [c.complete for c in whole(pieces).calls] == [True, False]
+    assert pieces[-1].finish_reason == "stop"
+
+
+def test_what_was_held_for_a_stop_string_after_the_only_call_is_not_said():
+    reading = replace(ASKS["glm"].reading, parallel=False)
+    ask = replace(ASKS["glm"], reading=reading, stops=("</tool_call>more!",))
+    assert whole(answer(ask, encode(f"</think>{CALL}more, more"))).content == ""
+
+
 def test_an_answer_ends_with_its_first_call_where_calls_are_not_parallel():
     ask = replace(ASKS["glm"], reading=replace(ASKS["glm"].reading, parallel=False))
     tokens = encode(f"</think>{CALL}")

@@ -180,3 +180,5 @@ def test_a_call_inside_the_think_block_ends_it(template):
     assert got.reasoning.rstrip("\n") == "hm"
     assert [c.name for c in got.calls] == ["now"]
     assert got.content == "ok"
+    unclosed = message(template, f"hm\n{call}bye", in_reasoning=True)
+    assert (unclosed.reasoning.rstrip("\n"), unclosed.content) == ("hm", "bye")

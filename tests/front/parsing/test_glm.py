@@ -121,6 +121,13 @@ def test_what_has_no_place_in_a_call_is_said_after_it():
     assert message(GLM, text.partition("</tool_call>")[0] + "x", cut=True).content.startswith("oh,")
 
 
+def test_white_space_before_a_value_whose_beginning_is_missing_is_of_it():
+    pieces = segments(GLM.dialect, "<tool_call>get_weather<arg_key>city</arg_key>")
+    for tail in ([" ", "\n", "Oslo"], [" \nOslo"]):
+        got = read(GLM, [*pieces, *((t, False) for t in tail)])
+        assert collect(got).calls[0].arguments == '{"city": " \\nOslo"}'
+
+
 def test_reasoning_is_kept_to_the_letter():
     """The template writes it back as it is; anything else would miss the cached prefix."""
     assert message(GLM, "\n hm\n\n</think>ok", in_reasoning=True).reasoning == "\n hm\n\n"

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 from llguidance import LLMatcher, LLTokenizer
 
+from millpond.engine.constraint import Constraint
+from millpond.engine.grammar import definition
 from millpond.front.chat import ChatTemplate
 from millpond.front.parsing.base import Message, ToolCall
 from millpond.front.parsing.syntax import call_grammar
@@ -25,7 +27,7 @@ ORDER = {
             "extra": {"type": "array", "items": {"type": "string"}, "description": "x ::= y"},
         },
         "required": ["item", "count"],
-        "$defs": {"count": {"type": "integer", "minimum": 1, "title": "Count"}},
+        "$defs": {"count": {"type": "integer", "minimum": 1, "title": "Count", "x-odd": 1}},
         "$schema": "http://json-schema.org/draft-07/schema#",
     },
 }
@@ -40,7 +42,9 @@ def accepts(template: ChatTemplate, *calls: tuple[str, dict[str, Any]], **how: A
     functions = how.pop("functions", OFFERED)
     assert template.dialect is not None
     grammar = call_grammar(template.dialect, functions, **how)
-    matcher = LLMatcher(VOCABULARY, LLMatcher.grammar_from_lark(grammar), log_level=0)
+    matcher = LLMatcher(
+        VOCABULARY, definition(Constraint(kind="grammar", text=grammar)), log_level=0
+    )
     assert not matcher.is_error(), matcher.get_error()
     tokens = TOKENIZER.encode(text, add_special_tokens=False)
     return matcher.try_consume_tokens(tokens) == len(tokens) and bool(matcher.is_accepting())
