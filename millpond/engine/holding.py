@@ -71,12 +71,11 @@ class Holds:
         False when nobody that runs is about to publish more of its prompt than it has already, at
         no later moment than it could compute that itself. Nobody waits for a lower priority.
         """
-        priority = sequence.request.spec.priority
         spent = self._spent.get(sequence, 0)
         for leader, shared in self._shared.ahead(sequence):
             if shared - start <= spent:
                 return False  # nor will anyone who shares less be worth it
-            if leader.request.spec.priority < priority or leader.folded < start:
+            if not _may_lead(leader, sequence, start):
                 continue
             anchors = self._anchors(leader, leader.folded, shared)
             if not anchors or anchors[-1].end - start <= spent:
@@ -143,3 +142,9 @@ class Holds:
         self._seconds[sequence] = self._seconds.get(sequence, 0.0) + seconds
         self._counters.holds[why] += 1
         self._counters.held_seconds += seconds
+
+
+def _may_lead(leader: Sequence, sequence: Sequence, start: int) -> bool:
+    """Whether a sequence may wait for another: never for a lower priority, nor for one behind."""
+    lower = leader.request.spec.priority < sequence.request.spec.priority
+    return not lower and leader.folded >= start

@@ -38,6 +38,7 @@ from millpond.state.lease import PageId, SlotId
 
 logger = logging.getLogger(__name__)
 
+
 class Scheduler(Queues):
     """Plans the rows of those that run, in their order, then lets in who waits."""
 

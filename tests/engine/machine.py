@@ -9,8 +9,10 @@ up, and that in the end nothing is held.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, Phase, seed, settings
@@ -108,6 +110,8 @@ class Asked:
 class HostTower(RuleBasedStateMachine):
     """See the module."""
 
+    numbers: Mapping[str, Any] = MappingProxyType({})  # more of them, for the tower
+
     @initialize(
         num_slots=st.sampled_from([10, 6, 4, 3, 2, 1]),
         num_pages=st.sampled_from([40, 30, 20, 13, 9, 5]),
@@ -158,6 +162,7 @@ class HostTower(RuleBasedStateMachine):
             num_draft_tokens=num_drafts,
             decode_checkpoint_interval=along,
             eos_token_ids=(EOS,),
+            **self.numbers,
         )
         self.engine, self.executor = self.tower.engine, self.tower.executor
         self.anchor_step = anchor_step(alignment, granularity)
