@@ -16,9 +16,12 @@ from millpond.front.text import Tokenizer
 from millpond.plan.step import TokenLogprob
 
 
+_ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
+
+
 def dump(body: Any) -> bytes:
     """JSON; text that is not valid Unicode is escaped instead of failing."""
-    return json.dumps(body, ensure_ascii=True, allow_nan=False, separators=(",", ":")).encode()
+    return _ENCODER.encode(body).encode()
 
 
 def reply(body: Any, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:

@@ -17,6 +17,8 @@ from millpond.front.service import Flight
 DONE = b"data: [DONE]\n\n"
 STALL_SECONDS = 60.0
 """How long a client may leave a full buffer unread; then it is taken for gone."""
+AHEAD = 64
+"""Events made ready for a client that takes none."""
 
 
 class ClientGone(Exception):
@@ -98,12 +100,90 @@ class EventStream(Response):
 
     async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        ready = _Ready()
+        producer = asyncio.ensure_future(ready.fill(self._events))
+        stall = _Stall()
         try:
-            async for chunk in self._events:
-                async with asyncio.timeout(STALL_SECONDS):
-                    await send({"type": "http.response.body", "body": chunk, "more_body": True})
-        except TimeoutError:
-            raise ClientGone from None
+            while data := await ready.take():
+                with stall:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+        except asyncio.CancelledError:
+            if stall.found:
+                raise ClientGone from None
+            raise
         finally:
+            stall.end()
+            producer.cancel()
+            with suppress(asyncio.CancelledError, Exception):
+                await producer
             await self._events.aclose()
         await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+class _Ready:
+    """Events that can be sent. While a client, or this process, is slow they are sent together."""
+
+    def __init__(self) -> None:
+        self._events: list[bytes] = []
+        self._changed = asyncio.Event()
+        self._room = asyncio.Event()
+        self._room.set()
+        self._over = False
+        self._error: BaseException | None = None
+
+    async def fill(self, events: AsyncGenerator[bytes]) -> None:
+        """Take all events in, no more ahead of the client than `AHEAD`."""
+        try:
+            async for event in events:
+                self._events.append(event)
+                self._changed.set()
+                if len(self._events) >= AHEAD:
+                    self._room.clear()
+                    await self._room.wait()
+        except Exception as error:  # noqa: BLE001 -- raised again by `take`
+            self._error = error
+        self._over = True
+        self._changed.set()
+
+    async def take(self) -> bytes:
+        """All that is ready, waiting for it; nothing once there is nothing more to come."""
+        await self._changed.wait()
+        data = b"".join(self._events)
+        self._events.clear()
+        self._room.set()
+        if self._over:
+            if self._error is not None and not data:
+                raise self._error
+        else:
+            self._changed.clear()
+        return data
+
+
+class _Stall:
+    """Cancels the task that made it when what it is entered for takes `STALL_SECONDS`."""
+
+    def __init__(self) -> None:
+        self._loop, self._task = asyncio.get_running_loop(), asyncio.current_task()
+        self._since: float | None = None
+        self._timer = self._loop.call_later(STALL_SECONDS, self._look)
+        self.found = False
+
+    def __enter__(self) -> None:
+        self._since = self._loop.time()
+
+    def __exit__(self, *_: object) -> None:
+        self._since = None
+
+    def end(self) -> None:
+        """Look no more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        """One timer for a whole stream: it looks at every sending that takes long enough."""
+        since, now = self._since, self._loop.time()
+        if since is not None and now - since >= STALL_SECONDS and self._task is not None:
+            self.found = True
+            self._task.cancel()
+        else:
+            begin = now if since is None else since
+            self._timer = self._loop.call_at(begin + STALL_SECONDS, self._look)

@@ -83,6 +83,11 @@ def open_slow(start: m.Start, say: Callable[[m.FromEngine], object], sink: Sink)
     return _open(start, say, sink, pause=0.02)
 
 
+def open_stuck(start: m.Start, say: Callable[[m.FromEngine], object], sink: Sink) -> Engine:
+    """Takes ten minutes a step."""
+    return _open(start, say, sink, pause=600.0)
+
+
 def open_refused(start: m.Start, say: Callable[[m.FromEngine], object], sink: Sink) -> Engine:
     """Is refused once weights would be read."""
     _open(start, say, sink, pause=0.0)
