@@ -198,7 +198,7 @@ def tell_outcome(
         held_seconds=held_seconds,
     )
     counters.prompt_tokens += request.prompt_len
-    counters.prefix_tokens[match.reason] += match.end or request.prompt_len
+    counters.prefix_tokens[match.reason] += request.outcome.tokens
     if kind is not None:
         counters.prefix_hits[kind] += 1
         counters.prefix_hit_tokens[kind] += match.end

@@ -39,6 +39,11 @@ class PrefixOutcome(msgspec.Struct, frozen=True, kw_only=True):
     kind: str | None = None
     held_seconds: float = 0.0
 
+    @property
+    def tokens(self) -> int:
+        """What the outcome counts for, wherever it is counted: a hit what it spared, others all."""
+        return self.cached_tokens if self.reason == "hit" else self.prompt_tokens
+
 
 class TokenOut(
     msgspec.Struct, frozen=True, kw_only=True, gc=False, array_like=True, omit_defaults=True

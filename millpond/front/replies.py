@@ -87,18 +87,28 @@ def error_of(error: MillpondError) -> dict[str, Any]:
 
 
 def usage(answers: Iterable[Answer]) -> dict[str, Any]:
-    """Token counts over all prompts of a request, and how the prompts met the prefix cache."""
+    """Token counts over all prompts of a request, and how the prompts met the prefix cache.
+
+    `prefix_outcomes` is in tokens, as the metric is; `held_seconds` is there where a prompt was held
+    back for another that computed what they share: the longest of them.
+    """
     answers = list(answers)
     prompt = sum(a.prompt_tokens for a in answers)
     completion = sum(a.completion_tokens for a in answers)
     accepted = sum(a.accepted for a in answers)
+    outcomes = [a.outcome for a in answers if a.outcome]
+    met: Counter[str] = Counter()
+    for outcome in outcomes:
+        met[outcome.reason] += outcome.tokens
+    held = max((outcome.held_seconds for outcome in outcomes), default=0.0)
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {
             "cached_tokens": sum(a.cached_tokens for a in answers),
-            "prefix_outcomes": dict(Counter(a.outcome.reason for a in answers if a.outcome)),
+            "prefix_outcomes": dict(met),
+            **({"held_seconds": round(held, 3)} if held else {}),
         },
         "completion_tokens_details": {
             "reasoning_tokens": sum(a.reasoning_tokens for a in answers),

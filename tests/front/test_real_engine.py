@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import logging
+import re
 import socket
 from collections.abc import Iterator
 
@@ -77,18 +79,36 @@ def test_the_second_of_two_equal_prompts_is_served_from_the_cache(pipe, service)
     assert again.token_ids == cold.token_ids
 
 
-def test_usage_metric_and_response_agree_on_cached_tokens(server, pipe, service):
-    def counted() -> float:
+def test_usage_metric_log_and_response_agree_on_how_prompts_met_the_cache(server, pipe, caplog):
+    def counted() -> dict[str, float]:
         lines = httpx.get(server.url + "/metrics").text.splitlines()
-        name = 'millpond_prefix_tokens_total{outcome="hit"} '
-        return next(float(x.removeprefix(name)) for x in lines if x.startswith(name))
+        shown = re.compile(r'millpond_prefix_(?:hit_)?tokens_total{(?:outcome|kind)="(.*)"} (.*)')
+        return {m[1]: float(m[2]) for m in map(shown.fullmatch, lines) if m}
 
-    body = {"prompt": [(3 * i) % 2000 for i in range(200)], "max_tokens": 2, "ignore_eos": True}
-    post(server, COMPLETE, body)
-    before = counted()
-    usage = post(server, COMPLETE, body).json()["usage"]
-    assert usage["prompt_tokens_details"]["cached_tokens"] == 192 == counted() - before
-    assert pipe(body["prompt"], GREEDY).cached_tokens == 192
+    caplog.set_level(logging.INFO, "millpond.engine.admission")
+    body = {"max_tokens": 2, "ignore_eos": True}
+    body |= {"prompt": [(3 * i) % 2000 for i in range(200)]}
+    longer = body | {"prompt": [*body["prompt"], *range(100)]}
+    for asked, outcome, tokens in (
+        (body, "never_seen", 200),
+        (body, "hit", 192),
+        (longer, "hit", 192),
+        (body | {"prompt": [5] * 50}, "too_short", 50),
+        (body | {"prompt": [8, *body["prompt"]]}, "never_seen", 201),
+    ):
+        before = counted()
+        caplog.clear()
+        details = post(server, COMPLETE, asked).json()["usage"]["prompt_tokens_details"]
+        cached = tokens if outcome == "hit" else 0
+        assert details == {"cached_tokens": cached, "prefix_outcomes": {outcome: tokens}}
+        gained = {k: v - before.get(k, 0) for k, v in counted().items() if v != before.get(k)}
+        anchor = {"prompt_end": 192} if cached else {}
+        assert gained == {outcome: tokens, **anchor}
+        [line] = [record.getMessage() for record in caplog.records]
+        told = f"prefix {outcome}, {cached} of {len(asked['prompt'])} prompt tokens cached, anchor "
+        assert told + next(iter(anchor), "none") in line
+    again = pipe(body["prompt"], GREEDY)
+    assert (again.prefix, again.cached_tokens) == ("hit", 192)
 
 
 def test_a_batch_answers_as_its_prompts_alone_do(pipe):
