@@ -7,7 +7,7 @@ differed: the batch, the cut of the prompt, where it resumed, which slots it was
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 import torch
@@ -64,6 +64,7 @@ class RecordingExecutor:
         self.where = where
         self.plans: list[StepPlan] = []
         self.bytes_beyond: list[str] = []  # writes that no row of the plan asked for
+        self.during: Callable[[StepPlan], None] | None = None  # as the forward begins
         self.fail_at: int | None = None  # the number of a call that runs and is then called failed
         self.slot_bytes_written = 0  # poison left out
         self._left: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -87,6 +88,8 @@ class RecordingExecutor:
         """Run, compare, note."""
         self.look_between_steps()
         before = snapshot(self.arenas.slots)
+        if self.during is not None:
+            self.during(plan)
         result = self._run(plan)
         self._look_for_strangers(plan, result, before)
         self._left = (snapshot(self.arenas.slots), snapshot(self.arenas.pages))
