@@ -30,6 +30,7 @@ KINDS = (
     "invalidation",
     "lifecycle",
     "API/metric",
+    "output reading",
     "liveness",
     "configuration guard",
     "validation gap",
