@@ -1,12 +1,16 @@
 """The chat template against golden strings of the family's format."""
 
+from pathlib import Path
 from typing import Any
 
+import jinja2
 import pytest
 
+import millpond
 from training.render import load_template
 
-TEMPLATE = load_template()
+BUNDLED = Path(millpond.__file__).parent / "bundled" / "millpond-tiny-glm"
+TEMPLATE = load_template(BUNDLED / "chat_template.jinja")
 OPEN = "[gMASK]<sop><|system|>Reasoning Effort: "
 HEADER = (
     "<|system|>\n# Tools\n\nYou may call one or more functions to assist with the user query.\n\n"
@@ -125,3 +129,34 @@ def test_results_keep_their_order_when_ids_do_not_allow_sorting() -> None:
     end = "<|observation|><tool_response>B</tool_response><tool_response>A</tool_response>"
     assert text(HI, reply, *results((None, "B"), (None, "A"))).endswith(end)
     assert text(HI, reply, *results(("9", "B"), ("1", "A"))).endswith(end)
+
+
+def test_nothing_closes_a_turn_and_no_line_break_parts_two() -> None:
+    asked, said = call("f", "1", a="x"), {"role": "assistant", "reasoning_content": "r"}
+    chat = text(
+        {"role": "system", "content": "s"},
+        HI,
+        said | {"content": "ok", "tool_calls": [asked]},
+        *results(("1", "7")),
+        said | {"content": "seven"},
+        HI,
+        add_generation_prompt=True,
+    )
+    assert chat == (
+        f"{OPEN}Max<|system|>s<|user|>hi<|assistant|><think>r</think>ok<tool_call>f"
+        "<arg_key>a</arg_key><arg_value>x</arg_value></tool_call><|observation|>"
+        "<tool_response>7</tool_response><|assistant|><think>r</think>seven<|user|>hi"
+        "<|assistant|><think>"
+    )
+
+
+def test_no_variable_switches_thinking_off() -> None:
+    plain = text(HI, add_generation_prompt=True)
+    for value in (False, True):
+        assert text(HI, add_generation_prompt=True, enable_thinking=value) == plain
+
+
+def test_arguments_that_are_no_object_are_an_error() -> None:
+    broken = {"type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
+    with pytest.raises(jinja2.UndefinedError):
+        text(HI, {"role": "assistant", "content": "", "tool_calls": [broken]})
