@@ -37,7 +37,5 @@ class Counters:
         self.drafts += 1
         self.draft_tokens += drafted
         self.accepted_tokens += accepted
-        positions = self.accepted_per_position
-        positions += [0] * (drafted - len(positions))
         for position in range(accepted):
-            positions[position] += 1
+            self.accepted_per_position[position] += 1

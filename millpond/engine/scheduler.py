@@ -47,6 +47,7 @@ class Scheduler(Queues):
         self.along = AnswerAnchors(ledger)
         self._granularity = capabilities.export_granularity
         self._num_drafts = capabilities.num_draft_tokens
+        ledger.counters.accepted_per_position = [0] * self._num_drafts
         self._step = 0
         self._unsent_poison: tuple[tuple[SlotId, ...], tuple[PageId, ...]] = ((), ())
         self._begin()

@@ -131,6 +131,9 @@ class _EngineCollector(Collector):
             family = CounterMetricFamily(f"millpond_{name}", text)
             family.add_metric([], value)
             yield family
+        yield from _drafts("millpond_", s)
+        if s.accepted_per_position:  # under the names that load clients look for
+            yield from _drafts("vllm:", s)
 
 
 class _StartupCollector(Collector):
@@ -149,6 +152,26 @@ class _StartupCollector(Collector):
         for phase, seconds in dict(self._startup.seconds).items():
             family.add_metric([phase], seconds)
         yield family
+
+
+def _drafts(prefix: str, s: EngineStats) -> Iterable[Metric]:
+    """Draft tokens: how many rows verified any, how many they were, how many were right."""
+    for name, text, value in (
+        ("num_drafts", "Rows that verified draft tokens", s.drafts),
+        ("num_draft_tokens", "Draft tokens verified", s.draft_tokens),
+        ("num_accepted_tokens", "Draft tokens accepted", s.accepted_tokens),
+    ):
+        family = CounterMetricFamily(f"{prefix}spec_decode_{name}", text)
+        family.add_metric([], value)
+        yield family
+    accepted = CounterMetricFamily(
+        f"{prefix}spec_decode_num_accepted_tokens_per_pos",
+        "Draft tokens accepted, by place in the row",
+        labels=["position"],
+    )
+    for position, value in enumerate(s.accepted_per_position):
+        accepted.add_metric([str(position)], value)
+    yield accepted
 
 
 def _gauge(name: str, text: str, value: float) -> GaugeMetricFamily:
