@@ -1,31 +1,34 @@
 """Which checkpoint goes when a slot is needed. Knows ends, uses and costs; no tree and no slot.
 
-What a checkpoint is worth is what would be lost without it: the requests that would have started
+What a checkpoint is worth is what would be lost without it: the prompts that would have started
 from it start from the next shallower anchor instead, and compute the tokens between the two again.
 
     worth = reuse evidence × seconds to recompute (end of the next shallower anchor .. own end)
 
 per byte; but all slots of an arena have one size, so dividing by it would change no order.
 
-**Reuse evidence** counts the starts to expect from it: its uses, plus what is usual for its class
-before any. Old uses fade: they halve with every `FADE` uses and publications per live checkpoint. A
-use is counted where it happened, at the deepest anchor of a prompt, so a shallow anchor near a
-deeper hot one earns nothing, while what many prompts share and then part from earns from all. When
-a checkpoint goes, its faded uses pass to the next shallower anchor, which will serve those prompts.
+**Reuse evidence** is the number of starts to expect. It belongs to the prompts that come back, so
+it is where the next of them would start:
 
-**Usual for its class**: of all checkpoints of a kind, the part that was used before it went. One
-that is superseded, because the prompt it lies on went on to a deeper anchor, is a class of its own:
-a conversation continues from its newest turn, and a rung of a ladder serves only those who part
-from the prompt. Both parts are counted as the index runs, from a first guess of `GUESS`; so under
-templates that cut the last answer off again, ends of prompts stay worth more than decode anchors.
-What is made again soon after it went counts as used: it was missed.
+- a use counts at the deepest anchor of a prompt, so what lies near a deeper one that is used earns
+  nothing, and what many prompts share and then part from earns from all of them;
+- where a prompt goes on from an anchor and nothing else does, the evidence goes with it, to its new
+  end: a conversation continues from its newest turn. The old anchor is *superseded*;
+- when an anchor goes, its evidence falls to the next shallower one, from where its prompts will
+  start. A ladder without an end is worth what the end was;
+- what is made again soon after it went was missed, which is evidence of one use: of the deepest
+  such anchor of a prompt only, for nobody would have started at the others.
+
+Before any use there is what is *usual*: the part of a class (kind of anchor, superseded or not)
+that was used before it went, counted as the index runs, from a first guess. Uses fade, to half with
+every `FADE` events per live checkpoint.
 
 **Recency** is the aging of GreedyDual (Young 1994; with frequencies and sizes Cherkasova 1998): the
 key of each victim is a waterline, `level`, from which worth is counted when a checkpoint is used or
 published. What is not used sinks, the faster the more room is needed, and stays the longer the more
 it is worth. So keys are constant between events and a heap finds the least; one entry of a
-checkpoint is valid, others are skipped. Keys that only rose, because an anchor above went, are
-corrected when they come up; all other changes enter at once.
+checkpoint is valid, others are skipped. Keys that only rose, because an anchor near it went, are
+corrected when they come up; all other changes enter at once. Every event costs O(log n), amortised.
 """
 
 from __future__ import annotations
@@ -56,8 +59,11 @@ def nominal_seconds(start: int, end: int) -> float:
     return (end - start) / 1000
 
 
-Class = tuple[AnchorKind, bool]
-"""Why a checkpoint was made, and whether it is superseded."""
+class Class(NamedTuple):
+    """Of what kind a checkpoint is, and whether its prompt went on to a deeper one."""
+
+    kind: AnchorKind
+    superseded: bool
 
 
 class Departure(NamedTuple):
@@ -74,10 +80,12 @@ class Standing:
     above: Standing | None  # the next shallower anchor; one that went leads on to its own
     number: int  # of its last use or its publication
     base: float  # the waterline then
-    uses: float = 0.0  # faded up to then
+    below: int = 0  # live checkpoints whose next shallower anchor this is
+    uses: float = 0.0  # faded up to `number`, with those that came from other anchors
     usual: float = 0.0  # for its class, when it entered it
     superseded: bool = False
     used: bool = False  # since it entered its class
+    missed: Departure | None = None  # made again, and not used since
     entry: int = 0  # its valid entry in the heap
     key: float = 0.0
     gone: bool = False
@@ -85,14 +93,14 @@ class Standing:
     @property
     def kind(self) -> Class:
         """Its class."""
-        return self.checkpoint.kind, self.superseded
+        return Class(self.checkpoint.kind, self.superseded)
 
 
 class EvictionOrder:
     """The live checkpoints, least worth first.
 
-    `seconds(start, end)` is the time to compute tokens start .. end again, as measured so far.
-    Policy `lru` orders by the last use alone.
+    `seconds(start, end)` is the time to compute tokens start .. end again. Policy `lru` orders by
+    the last use alone.
     """
 
     def __init__(
@@ -120,30 +128,26 @@ class EvictionOrder:
     ) -> None:
         """A checkpoint was published under `above`, the next shallower one on its path.
 
-        `below` are those that had `above` so and have the new one now. `missed` is what
-        `remove` said of an equal one that went not long ago.
+        `below` are those that had `above` so and have the new one now. `missed` is what `remove`
+        said of an equal one that went not long ago.
         """
         self._number += 1
         parent = None if above is None else self._standings[above]
         standing = Standing(checkpoint, parent, self._number, self.level)
         self._standings[checkpoint] = standing
-        if missed is not None:
-            standing.uses = 1.0
-            if missed.unused is not None:
-                self.lost[missed.unused] -= 1
-                self.kept[missed.unused] += 1
         deeper = [self._standings[one] for one in below]
-        standing.superseded = bool(deeper)
+        standing.below, standing.superseded = len(deeper), bool(deeper)
+        if missed is not None:
+            standing.uses, standing.missed = 1.0, missed
+            self._learn(missed.unused, 1)
+        if parent is not None:
+            parent.below += 1 - len(deeper)
+            self._supersede(parent, standing)
         standing.usual = self.usual(standing.kind)
         self._push(standing)
         for one in deeper:
             one.above = standing
             self._push(one)
-        if parent is not None and not parent.superseded:
-            parent.superseded = True
-            parent.used = False
-            parent.usual = self.usual(parent.kind)
-            self._push(parent)
 
     def use(self, checkpoint: Checkpoint) -> None:
         """A prompt started from it, or it was made a second time."""
@@ -151,6 +155,7 @@ class EvictionOrder:
         self._number += 1
         standing.uses = self._faded(standing) + 1.0
         standing.number, standing.base = self._number, self.level
+        standing.missed = None
         if not standing.used:
             standing.used = True
             self.kept[standing.kind] += 1
@@ -160,6 +165,7 @@ class EvictionOrder:
     def remove(self, checkpoint: Checkpoint, *, evicted: bool = False) -> Departure:
         """It is not findable any more; `evicted` when for want of room."""
         standing = self._standings.pop(checkpoint)
+        above = self._above(standing)
         standing.gone, standing.entry = True, 0
         unused = None
         if evicted:
@@ -167,9 +173,9 @@ class EvictionOrder:
             if not standing.used:
                 unused = standing.kind
                 self.lost[unused] += 1
-        above = self._above(standing)
         if above is not None:
-            above.uses += self._faded(standing)
+            above.below += standing.below - 1
+            above.uses += self._faded(standing) + standing.usual
         return Departure(unused)
 
     def reprice(self, factor: float) -> None:
@@ -210,7 +216,7 @@ class EvictionOrder:
     def usual(self, kind: Class) -> float:
         """The part of a class that was used before it went, in 0 .. 1."""
         kept, lost = self.kept[kind], self.lost[kind]
-        return (GUESS[kind[1]] * GUESS_WEIGHT + kept) / (GUESS_WEIGHT + kept + lost)
+        return (GUESS[kind.superseded] * GUESS_WEIGHT + kept) / (GUESS_WEIGHT + kept + lost)
 
     def _key(self, standing: Standing) -> float:
         if self._by_age:
@@ -219,6 +225,25 @@ class EvictionOrder:
         start = 0 if above is None else above.checkpoint.end
         worth = (standing.uses + standing.usual) * self._seconds(start, standing.checkpoint.end)
         return standing.base + worth / self._unit
+
+    def _supersede(self, above: Standing, by: Standing) -> None:
+        """A prompt went on from `above` to `by`."""
+        if above.below == 1:
+            by.uses = max(by.uses, self._faded(above))
+            above.uses = 0.0
+            if above.missed is not None and by.missed is not None:
+                self._learn(above.missed.unused, -1)
+                above.missed = None
+        if not above.superseded:
+            above.superseded, above.used = True, False
+            above.usual = self.usual(above.kind)
+        self._push(above)
+
+    def _learn(self, unused: Class | None, times: int) -> None:
+        """One that was counted as lost counts as used after all, or not so (-1)."""
+        if unused is not None:
+            self.lost[unused] -= times
+            self.kept[unused] += times
 
     def _above(self, standing: Standing) -> Standing | None:
         """The next shallower anchor that is left; the way to it is shortened for the next time."""
