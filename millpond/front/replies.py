@@ -6,8 +6,10 @@ import json
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from typing import Any
 
+import msgspec
 from starlette.responses import Response
 
 from millpond.errors import Busy, MillpondError, Rejected, Unavailable
@@ -15,12 +17,18 @@ from millpond.front.answer import Answer, TextToken
 from millpond.front.text import Tokenizer
 from millpond.plan.step import TokenLogprob
 
-
 _ENCODER = json.JSONEncoder(ensure_ascii=True, allow_nan=False, separators=(",", ":"))
 
 
 def dump(body: Any) -> bytes:
-    """JSON; text that is not valid Unicode is escaped instead of failing."""
+    """JSON in ASCII: there are clients that break lines at any character which Unicode calls one.
+
+    Text that is not valid Unicode is escaped instead of failing.
+    """
+    with suppress(UnicodeEncodeError, OverflowError):
+        quick = msgspec.json.encode(body)
+        if quick.isascii():
+            return quick
     return _ENCODER.encode(body).encode()
 
 

@@ -160,7 +160,7 @@ class Service:
         self.room.look()
 
     def prepare(self, asks: Sequence[Ask]) -> list[Future[Any]]:
-        """Have compiled what the answers must be written in; a bad one is refused before it runs."""
+        """Have compiled what answers must be written in; a bad one is refused before it runs."""
         wanted = {a.constraint for a in asks if a.constraint is not None}
         return [self.engine.prepare(constraint) for constraint in wanted]
 
@@ -176,6 +176,15 @@ class Service:
     ) -> Ask:
         """An `Ask` for a prompt as it stands; `how` are fields of `Ask`. Raises `Rejected`."""
         if not isinstance(prompt, str):
+            # Before anything is done for each of them: there may be millions.
+            if len(prompt) >= self.resolved.session_len:
+                raise Rejected(
+                    f"the prompt of {len(prompt)} tokens leaves no room for an answer: session_len "
+                    f"allows {self.resolved.session_len} tokens, prompt and answer together; "
+                    "shorten the prompt",
+                    param="prompt",
+                    code="context_length_exceeded",
+                )
             tokens = list(prompt)
         else:
             self.tokenizer.refuse_hopeless(prompt, self.resolved.session_len - 1)

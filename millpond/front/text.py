@@ -114,7 +114,8 @@ class Tokenizer:
             raise Rejected("the text is not valid Unicode", code="invalid_unicode") from error
         # A batch of one: only the call for batches lets other threads run meanwhile, the engine's
         # and the server's among them.
-        return self._fast.encode_batch([text], add_special_tokens=add_special_tokens)[0].ids
+        # The fast form leaves out which characters a token came from.
+        return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for; none for an id outside the vocabulary."""
