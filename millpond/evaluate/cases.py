@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from millpond.errors import Refused
-from millpond.front.chat import ChatTemplate
+from millpond.front.chat import ChatTemplate, Prompt
+from millpond.front.parsing.dialect import PLAIN, Reading
+from millpond.front.parsing.values import Tool
 from millpond.front.text import Tokenizer, read_json
 from millpond.tasks import Dialogue, make
 
@@ -23,7 +25,7 @@ class Case:
     """One question: the prompt as token ids, and the text of the reply after it.
 
     The reply is what the template makes of the right answer, from the end of the prompt up to the
-    token that ends the turn, which is left out.
+    token that ends the turn, which is left out. `reading` is how the family's parser reads replies.
     """
 
     task: str
@@ -31,6 +33,7 @@ class Case:
     kind: Kind
     prompt: tuple[int, ...]
     reply: str
+    reading: Reading = PLAIN
 
 
 class Dialect:
@@ -54,8 +57,8 @@ class Dialect:
 
     def of(self, dialogue: Dialogue, seed: int = 0) -> Case:
         """The case of one dialogue."""
-        prompt = self.prompt(dialogue)
-        whole = self._text(dialogue, whole=True)
+        asked = self._render(dialogue, whole=False)
+        prompt, whole = asked.text, self._render(dialogue, whole=True).text
         if not whole.startswith(prompt):
             raise Refused(
                 f"the chat template renders a reply of {dialogue.task} otherwise than it asks for"
@@ -72,11 +75,12 @@ class Dialect:
             kind=_kind(dialogue),
             prompt=tuple(self.tokenizer.encode(prompt, add_special_tokens=False)),
             reply=reply,
+            reading=self._reading(dialogue, asked.in_reasoning),
         )
 
     def prompt(self, dialogue: Dialogue) -> str:
         """The text up to where the last reply begins."""
-        return self._text(dialogue, whole=False)
+        return self._render(dialogue, whole=False).text
 
     def spoken(self, tokens: tuple[int, ...]) -> str:
         """The text of generated tokens without the one that ended the turn."""
@@ -85,7 +89,15 @@ class Dialect:
             text = text.removesuffix(end)
         return text
 
-    def _text(self, dialogue: Dialogue, *, whole: bool) -> str:
+    def _reading(self, dialogue: Dialogue, in_reasoning: bool) -> Reading:
+        """Of text: there are no tokens, so all markers are found in it."""
+        known = self.template.dialect
+        if known is None:
+            return PLAIN
+        tools = tuple(Tool.of(tool["function"]) for tool in dialogue.tools)
+        return Reading(replace(known, tokens={}, written=known.family.markers), in_reasoning, tools)
+
+    def _render(self, dialogue: Dialogue, *, whole: bool) -> Prompt:
         extra: dict[str, Any] = {"enable_thinking": dialogue.effort != "low"}
         if dialogue.effort is not None:
             extra["reasoning_effort"] = dialogue.effort
@@ -94,7 +106,7 @@ class Dialect:
             tools=dialogue.tools or None,
             add_generation_prompt=not whole,
             extra=extra,
-        ).text
+        )
 
 
 def _kind(dialogue: Dialogue) -> Kind:

@@ -1,54 +1,38 @@
-"""Whether a reply is right, and whether it can be read; knows text only."""
+"""Whether a reply is right, and whether it can be read; knows text and the families' parsers."""
 
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 from millpond.evaluate.cases import Case
+from millpond.front.parsing.base import Message, collect
 
-Call = tuple[str, dict[str, str]]
-"""A tool's name and its arguments, as text."""
-
-_BLOCK = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
-_KEYED = re.compile(r"<arg_key>(.*?)</arg_key><arg_value>(.*?)</arg_value>", re.DOTALL)
-_FUNCTION = re.compile(r"\s*<function=([^>\n]+)>\n?(.*?)</function>\s*", re.DOTALL)
-_PARAMETER = re.compile(r"<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\n?", re.DOTALL)
+Call = tuple[str, dict[str, Any]]
+"""A tool's name and its arguments."""
 
 
-def after_thought(reply: str) -> str:
-    """What follows the think block, if there is one."""
-    return reply.rpartition("</think>")[2].strip()
+def read(case: Case, reply: str) -> Message:
+    """A reply as a client would get it."""
+    reader = case.reading.reader()
+    reader.text(reply)
+    reader.finish(cut=True)  # a call that is not closed is not whole
+    return collect(reader.take())
 
 
-def calls(reply: str) -> list[Call] | None:
-    """The tool calls of a reply in either family's syntax; None when one cannot be read.
-
-    <tool_call>name<arg_key>k</arg_key><arg_value>v</arg_value></tool_call>, or
-    <tool_call><function=name><parameter=k>v</parameter></function></tool_call> with line breaks.
-    """
-    body = after_thought(reply)
-    if "tool_call" in _BLOCK.sub("", body):
+def calls(case: Case, reply: str) -> list[Call] | None:
+    """The tool calls of a reply; None when one of them cannot be read, or there is none."""
+    message = read(case, reply)
+    broken = "tool_call>" in message.content or not all(c.complete for c in message.calls)
+    if broken or not message.calls:
         return None
-    found: list[Call] = []
-    for block in _BLOCK.findall(body):
-        function = _FUNCTION.fullmatch(block)
-        if function is not None:
-            name, rest, form = function[1], function[2], _PARAMETER
-        else:
-            name, rest = re.match(r"([^<]*)(.*)", block, re.DOTALL).groups()  # type: ignore[union-attr]
-            form = _KEYED
-        if form.sub("", rest).strip() or not re.fullmatch(r"[\w.-]+", name):
-            return None
-        found.append((name, dict(form.findall(rest))))
-    return found
+    return [(call.name, call.object()) for call in message.calls]
 
 
-def json_object(reply: str) -> dict[str, Any] | None:
+def json_object(case: Case, reply: str) -> dict[str, Any] | None:
     """The JSON object a reply consists of; None when it is none."""
     try:
-        found = json.loads(after_thought(reply))
+        found = json.loads(read(case, reply).content)
     except (ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
@@ -57,8 +41,8 @@ def json_object(reply: str) -> dict[str, Any] | None:
 def parses(case: Case, reply: str) -> bool | None:
     """Whether a reply that must have a form has it; None where none is asked for."""
     if case.kind == "json":
-        return json_object(reply) is not None
-    return bool(calls(reply)) if case.kind == "calls" else None
+        return json_object(case, reply) is not None
+    return calls(case, reply) is not None if case.kind == "calls" else None
 
 
 def is_right(case: Case, reply: str) -> bool | None:
@@ -69,9 +53,9 @@ def is_right(case: Case, reply: str) -> bool | None:
     if case.kind == "free":
         return None
     if case.kind == "json":
-        wanted = json_object(case.reply)
-        return wanted is not None and json_object(reply) == wanted
+        wanted = json_object(case, case.reply)
+        return wanted is not None and json_object(case, reply) == wanted
     if case.kind == "calls":
-        asked = calls(case.reply)
-        return asked is not None and calls(reply) == asked
+        asked = calls(case, case.reply)
+        return asked is not None and calls(case, reply) == asked
     return reply == case.reply
