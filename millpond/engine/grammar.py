@@ -25,14 +25,22 @@ from millpond.errors import Rejected, Unavailable
 Words = NDArray[np.int32]
 """A set of tokens: bit t % 32 of word t // 32."""
 
-MAX_TEXT = 128 << 10
-"""Characters of a constraint; what a schema costs grows faster than its length."""
+MAX_TEXT = 64 << 10
+"""Characters of a constraint. What a schema costs grows with the square of its properties: as many
+as fit are compiled within a second or two."""
 
 MAX_PENDING = 256
 """Compilations that may wait; more callers are sent away rather than queued for minutes."""
 
-LIMITS = LLParserLimits(max_lexer_states=50_000, verbose_errors=False)
-"""Bounds what one grammar may take; without verbose errors no user's text gets into logs."""
+LIMITS = LLParserLimits(
+    max_lexer_states=50_000, max_items_in_row=20_000, step_max_items=200_000, verbose_errors=False
+)
+"""Bounds what one grammar may take. Each property that an object may lack is some items of a row:
+the library's own limits end at 500 of them. Without verbose errors no user's text gets into logs.
+"""
+
+PROBE = 6
+"""Tokens of an answer that are tried before a constraint is accepted."""
 
 BLANKS = r"( ?|\r?\n[ \t]{0,64})"
 """Between the parts of JSON text: nothing, a space, or a new line with its indentation. Were there
@@ -126,6 +134,7 @@ class Grammars:
         if prototype.is_error():
             raise _refusal(constraint, "no text matches it, or it is too complex")
         first.flags.writeable = False
+        _try_out(constraint, prototype.deep_copy(), first)
         return Grammar(prototype, first)
 
     def _vocabulary(self) -> LLTokenizer:
@@ -187,6 +196,19 @@ def all_words(vocab_size: int) -> Words:
     """The set of all tokens."""
     flags = np.arange(32 * num_words(vocab_size)) < vocab_size
     return np.packbits(flags, bitorder="little").view(np.int32)
+
+
+def _try_out(constraint: Constraint, matcher: LLMatcher, first: Words) -> None:
+    """Begin an answer: some limits are met by what follows the first token only."""
+    words = first.copy()
+    for _ in range(PROBE):
+        allowed = np.flatnonzero(np.unpackbits(words.view(np.uint8), bitorder="little"))
+        if matcher.is_stopped() or not len(allowed):
+            return
+        matcher.consume_token(int(allowed[0]))
+        matcher.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
+        if matcher.is_error():
+            raise _refusal(constraint, f"it is too complex: {matcher.get_error()}")
 
 
 def _schema(text: str, *, strict: bool) -> str:

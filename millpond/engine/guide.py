@@ -122,7 +122,7 @@ class Guide:
             return
         self._first = None
         if not self._matcher.consume_token(token):
-            self.error = REFUSED
+            self.error = _trouble(self._matcher, otherwise=REFUSED)
         elif self._matcher.is_stopped():
             self.complete = True
 
@@ -189,9 +189,7 @@ class Guide:
             walker.unsafe_compute_mask_ptr(words.ctypes.data, words.nbytes)
             if walker.is_error():
                 if index == 0 and ahead == 0:
-                    self.error = (
-                        TOO_COMPLEX if "TooComplex" in walker.stop_reason() else NOTHING_LEFT
-                    )
+                    self.error = _trouble(walker, otherwise=NOTHING_LEFT)
                 break
             found.append(words)
             if index < len(drafts) and not walker.try_consume_tokens([drafts[index]]):
@@ -214,6 +212,14 @@ class Guide:
                 break
             places.append(words.tobytes())
         return places
+
+
+def _trouble(matcher: LLMatcher, *, otherwise: str) -> str:
+    """Why a matcher is in an error: it met a limit, or `otherwise`."""
+    said = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())
+    if matcher.stop_reason() == "NoExtensionBias" or "satisfy the grammar" in said:
+        return otherwise
+    return f"{TOO_COMPLEX} ({said[:200]})"
 
 
 def _allows(place: bytes, token: int) -> bool:

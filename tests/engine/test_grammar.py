@@ -59,6 +59,14 @@ BAD: dict[str, tuple[Kind, str, bool]] = {
         ),
         False,
     ),
+    "more properties than a row can hold": (
+        "json_schema",
+        json.dumps(
+            {"type": "object", "properties": {f"p{i}": {} for i in range(5500)}},
+            separators=(",", ":"),
+        ),
+        False,
+    ),
     "too long": ("json_schema", json.dumps({"enum": ["x" * MAX_TEXT]}), False),
     "an unknown keyword, strict": ("json_schema", '{"type": "object", "foo": 1}', True),
     "an unknown keyword inside, strict": (
@@ -74,6 +82,7 @@ BAD: dict[str, tuple[Kind, str, bool]] = {
     "looking ahead": ("regex", "(?=a)b", False),
     "looking back at a group": ("regex", r"(a)\1", False),
     "a set left open": ("regex", "[", False),
+    "repeats of repeats": ("regex", "((a{100}){100}){100}", False),
     "nothing to repeat": ("regex", "*a", False),
     "groups without end": ("regex", "(" * 20_000 + "a" + ")" * 20_000, False),
     "no character at all": ("regex", r"[^\s\S]", False),
@@ -98,8 +107,8 @@ HEAVY: dict[str, tuple[Kind, str]] = {
         "json_schema",
         json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(1500)}}),
     ),
-    "many alternatives": ("json_schema", json.dumps({"enum": [f"value {i}" for i in range(5000)]})),
-    "repeats of repeats": ("regex", "((a{100}){100}){100}"),
+    "many alternatives": ("json_schema", json.dumps({"enum": [f"value {i}" for i in range(3000)]})),
+    "a long repeat": ("regex", "(ab|a){2000}"),
     "many ways to match": ("regex", "(a|aa)+b(.*x){30}"),
     "a huge minimum": ("json_schema", '{"items": {"type": "integer"}, "minItems": 100000}'),
     "an ambiguous grammar": ("grammar", 'start: a\na: a a | "x" |'),

@@ -128,7 +128,10 @@ class Stuck:
         return True
 
     def stop_reason(self) -> str:
-        return "ParserTooComplex"
+        return "InternalError"
+
+    def get_error(self) -> str:
+        return "Parser Error: Current row has 2007 items\n<non-verbose/>"
 
 
 @pytest.mark.parametrize("drafts", [(), (97, 98)])
@@ -138,8 +141,21 @@ def test_a_matcher_that_gives_up_is_an_error_of_the_request(drafts: tuple[int, .
     assert allowed(one.places[0]) == [97]
     one.advance(97)
     one.fill(drafts)
-    assert one.error == TOO_COMPLEX
+    assert one.error == f"{TOO_COMPLEX} (Parser Error: Current row has 2007 items)"
     assert not one.is_ready
+
+
+def test_a_schema_of_many_properties_can_be_followed():
+    names = {f"property{index}": {"type": "null"} for index in range(1500)}
+    schema = {"type": "object", "properties": names}
+    constraint = Constraint(kind="json_schema", text=json.dumps(schema))
+    grammar = GRAMMARS.prepare(constraint).result(60)
+    one = Guide(grammar, None, SamplingParams(max_tokens=99), EOS, VOCAB)
+    for token in tokens('{"property1": null, "property1499": null'):
+        one.fill()
+        assert token in allowed(one.places[0])
+        one.advance(token)
+    assert one.error is None
 
 
 # What the request itself excludes.
