@@ -103,6 +103,7 @@ def test_the_models_own_drafts_change_nothing_cold_or_warm(family: str, k: int) 
     house = House(num_drafts=k, settings=ALONG)
     served = check(family, house, [*ASKS, *later])
     assert served.cached == [0, 0, 0, 64, 64, 0, 64, 64]
+    assert served.drafts[4:] == served.drafts[:4], "drafts are as good after a hit"
 
 
 @pytest.mark.parametrize("family", FAMILIES)

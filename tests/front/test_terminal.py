@@ -116,9 +116,9 @@ def test_the_doctor_tells_what_a_sequence_takes_with_drafts(tmp_path, capsys):
     said = [line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines()]
     told = {row[0].strip(): [cell.strip() for cell in row[1:]] for row in said if len(row) == 5}
     assert told == {
-        "0": ["140.8 MiB", "25.0 KiB", "140.8 MiB", "140.8 MiB"],
+        "0": ["140.8 MiB", "24.0 KiB", "140.8 MiB", "140.8 MiB"],
         "1": ["140.8 MiB", "4.3 MiB", "145.1 MiB", "281.6 MiB"],
-        "3": ["140.8 MiB", "12.9 MiB", "153.7 MiB", "563.1 MiB"],
+        "3": ["140.8 MiB", "12.9 MiB", "153.7 MiB", "563.2 MiB"],
         "5": ["140.8 MiB", "21.4 MiB", "162.2 MiB", "844.7 MiB"],
     }
 
