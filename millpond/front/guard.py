@@ -96,6 +96,7 @@ class _Body:
         self._receive, self._limits = receive, limits
         self._read, self._whole = 0, False
         self._deadline = asyncio.get_running_loop().time() + limits.body_seconds
+        self._slow = False
         self.refused = False  # the answer is sent before the body has been read
 
     async def receive(self) -> Message:
@@ -106,7 +107,7 @@ class _Body:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            self.refused = True
+            self.refused = self._slow = True
             raise HTTPException(
                 408, f"the body did not arrive within {self._limits.body_seconds:g} s"
             ) from None
@@ -138,7 +139,7 @@ class _Body:
 
     async def _drop(self) -> None:
         with suppress(TimeoutError):
-            async with asyncio.timeout(LINGER_SECONDS):
+            async with asyncio.timeout(0 if self._slow else LINGER_SECONDS):
                 while not self._whole and self._read < self._limits.max_body + LINGER_BYTES:
                     self._count(await self._receive())
 

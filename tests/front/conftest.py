@@ -15,7 +15,7 @@ from millpond.config import ModelFacts, PytorchEngineConfig, resolve
 from millpond.engine.types import EngineRequest
 from millpond.front.chat import ChatTemplate
 from millpond.front.sampling import Defaults
-from millpond.front.server import build_app
+from millpond.front.server import Options, build_app
 from millpond.front.service import Service
 from millpond.front.text import Tokenizer
 from millpond.models.base import describe
@@ -57,13 +57,13 @@ def make_service(tokenizer: Tokenizer, text: str, *, pause: float = 0.0) -> Serv
 class Running:
     """A server on a loopback port, in a thread."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: Service, options: Options | None = None) -> None:
         self.service = service
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             self.port = free.getsockname()[1]
         config = uvicorn.Config(
-            build_app(service),
+            build_app(service, options),
             host="127.0.0.1",
             port=self.port,
             log_level="warning",
@@ -104,8 +104,8 @@ def serve(tokenizer: Tokenizer) -> Iterator[Callable[..., Running]]:
     """Starts servers; after the test nothing may be held by any of them."""
     started: list[Running] = []
 
-    def start(text: str, *, pause: float = 0.0) -> Running:
-        started.append(Running(make_service(tokenizer, text, pause=pause)))
+    def start(text: str, *, pause: float = 0.0, options: Options | None = None) -> Running:
+        started.append(Running(make_service(tokenizer, text, pause=pause), options))
         return started[-1]
 
     yield start
