@@ -105,6 +105,8 @@ class PytorchEngineConfig(Strict):
     checkpoint_mode: Literal["interior", "split", "off"] | None = None
     checkpoint_interval: int = Field(default=4096, ge=1)
     decode_checkpoint_interval: int | None = Field(default=None, ge=0)
+    hold_and_join: bool = True
+    max_overtakes: int = Field(default=64, ge=0)
     kda_prefill_backend: Literal["auto", "torch", "triton", "fla", "flash_kda"] = "auto"
     debug_audit: bool = False
     debug_poison: bool = False
@@ -169,6 +171,8 @@ class Resolved:
     prefill_save_alignment: int
     checkpoint_interval: int
     decode_checkpoint_interval: int  # 0: none along an answer
+    hold_and_join: bool
+    max_overtakes: int
     num_draft_tokens: int
     cache_budget: int  # bytes that slots, pages and seats may take
     cache_bytes: int  # bytes that they take
@@ -283,6 +287,8 @@ def resolve(
         prefill_save_alignment=save,
         checkpoint_interval=-(-config.checkpoint_interval // save) * save,
         decode_checkpoint_interval=(save if along is None else along) if caching else 0,
+        hold_and_join=config.hold_and_join,
+        max_overtakes=config.max_overtakes,
         num_draft_tokens=num_drafts(speculative),
         cache_budget=sizes.budget,
         cache_bytes=sizes.bytes(),

@@ -39,6 +39,11 @@ from millpond.state.lease import PageId, SlotId
 logger = logging.getLogger(__name__)
 
 
+NEW_HOLDS = 32
+"""Requests that begin to be held in one step; to look one up costs as much as its prompt is long,
+and the others may find what they share published in the next step."""
+
+
 class Scheduler(Queues):
     """Plans the rows of those that run, in their order, then lets in who waits."""
 
@@ -203,8 +208,8 @@ class Scheduler(Queues):
         Only those that outrank `ahead_of`, so that its prompt does not use up their budget. Returns
         how many came in.
         """
-        position = admitted = 0
-        while position < len(self.waiting):
+        position = admitted = held = 0
+        while position < len(self.waiting) and held < NEW_HOLDS:
             sequence = self.waiting[position]
             if sequence is self._blocked or (self._prefill and self._budget < PAGE_SIZE):
                 break
@@ -222,6 +227,7 @@ class Scheduler(Queues):
                 match = meet(self.ledger, sequence)
                 if self._holds_back(sequence, match.end):
                     position += 1
+                    held += 1
                     continue
                 first = admit(self.ledger, sequence, match, self.running, self._first_end)
             if first is None:

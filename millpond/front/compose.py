@@ -192,6 +192,8 @@ def _settings(planned: Planned) -> EngineSettings:
         checkpoint_interval=resolved.checkpoint_interval,
         decode_checkpoint_interval=resolved.decode_checkpoint_interval,
         checkpoint_budget=resolved.checkpoint_budget,
+        hold_and_join=resolved.hold_and_join,
+        max_overtakes=resolved.max_overtakes,
         eos_token_ids=planned.eos_token_ids,
         debug_audit=resolved.debug_audit,
         debug_poison=resolved.debug_poison,
