@@ -97,8 +97,8 @@ def error_of(error: MillpondError) -> dict[str, Any]:
 def usage(answers: Iterable[Answer]) -> dict[str, Any]:
     """Token counts over all prompts of a request, and how the prompts met the prefix cache.
 
-    `prefix_outcomes` is in tokens, as the metric is; `held_seconds` is there where a prompt was held
-    back for another that computed what they share: the longest of them.
+    `prefix_outcomes` is in tokens, as the metric is; `held_seconds`, of the prompt that was longest
+    held back for another that computed what they share, is there if one was.
     """
     answers = list(answers)
     prompt = sum(a.prompt_tokens for a in answers)
