@@ -66,6 +66,21 @@ def test_a_prefix_that_ends_in_the_middle_of_a_forward_can_be_hit():
     assert second.is_right
 
 
+@pytest.mark.parametrize("mode", ["interior", "split"])
+@pytest.mark.parametrize("together", [False, True])
+def test_where_prompts_are_seen_to_part_a_state_is_kept(mode, together):
+    """One after another the third hits there; of those that wait together, the second."""
+    house = House(slots=20, checkpoint_mode=mode, checkpoint_interval=4_096)
+    prompts = [prompt(320) + prompt(300, 70 + n) for n in range(3)]
+    if together:
+        asks = [house.ask(tokens) for tokens in prompts]
+        house.run(*asks)
+    else:
+        asks = [house.served(tokens) for tokens in prompts]
+    assert [ask.cached for ask in asks] == ([0, 320, 320] if together else [0, 0, 320])
+    assert all(ask.is_right for ask in asks)
+
+
 def test_a_match_leaves_one_token_to_compute():
     """A prompt that is a checkpoint to its last token still needs the logits of that token."""
     house = House()
