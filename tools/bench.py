@@ -13,9 +13,10 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def benchmarks() -> dict[str, Path]:
-    """Scripts that can be run, by file name without suffix."""
+    """Scripts that can be run, by file name without suffix, and packages by their own name."""
     scripts = sorted((ROOT / "bench").rglob("*.py"))
-    return {s.stem: s for s in scripts if "def main(" in s.read_text("utf-8")}
+    found = [s for s in scripts if "def main(" in s.read_text("utf-8")]
+    return {s.parent.name if s.stem == "__main__" else s.stem: s for s in found}
 
 
 def main(arguments: list[str]) -> int:
@@ -28,7 +29,9 @@ def main(arguments: list[str]) -> int:
         print("choose one with OP=NAME:", *sorted(found), sep="\n  ")
         return 1
     name, *rest = arguments
-    return subprocess.run([sys.executable, str(found[name]), *rest], check=False).returncode
+    script = found[name].relative_to(ROOT).with_suffix("")
+    module = ".".join(script.parts).removesuffix(".__main__")
+    return subprocess.run([sys.executable, "-m", module, *rest], cwd=ROOT, check=False).returncode
 
 
 if __name__ == "__main__":

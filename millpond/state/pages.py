@@ -44,16 +44,14 @@ class PagePool:
     def retain(self, handles: Iterable[PageHandle]) -> None:
         """One more reference on each handle. A stale handle raises `LeaseError`."""
         handles = list(handles)
-        for handle in handles:
-            self._check(handle)
+        self.require(handles)
         for handle in handles:
             self._count[handle.id] += 1
 
     def release(self, handles: Iterable[PageHandle]) -> None:
         """One reference fewer on each handle; the last one frees the page."""
         handles = list(handles)
-        for handle in handles:
-            self._check(handle)
+        self.require(handles)
         for page, times in Counter(handle.id for handle in handles).items():
             if times > self._count[page]:
                 raise LeaseError(f"page {page} released {times} times, held {self._count[page]}")
@@ -75,6 +73,12 @@ class PagePool:
         """Pages that `take` can still give."""
         return len(self._free)
 
+    def require(self, handles: Iterable[PageHandle]) -> None:
+        """Raise `LeaseError` when one of them is stale."""
+        for handle in handles:
+            if not self.is_live(handle):
+                self._check(handle)
+
     def references(self, handle: PageHandle) -> int:
         """References on the page. A stale handle raises `LeaseError`."""
         self._check(handle)
@@ -82,10 +86,11 @@ class PagePool:
 
     def is_live(self, handle: PageHandle) -> bool:
         """Whether the handle still names the page it was given for."""
+        page, generation = handle
         return (
-            0 <= handle.id < self.size
-            and self._generation[handle.id] == handle.generation
-            and self._count[handle.id] > 0
+            0 <= page < len(self._count)
+            and self._generation[page] == generation
+            and self._count[page] > 0
         )
 
     def count_of(self, page: PageId) -> int:

@@ -328,8 +328,7 @@ class PrefixIndex:
         needed = end // self.page_size
         if len(tokens) < end or len(handles) < needed:
             raise Broken(f"{len(tokens)} tokens and {len(handles)} pages do not reach end {end}")
-        for handle in handles[:needed]:
-            self._pages.references(handle)
+        self._pages.require(handles[:needed])
 
     def _is_usable(self, checkpoint: Checkpoint) -> bool:
         return self._pool.phase(checkpoint.lease.slot) is Phase.SEALED

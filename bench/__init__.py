@@ -1,0 +1,1 @@
+"""Benchmarks: each is run by hand, alone on its machine."""

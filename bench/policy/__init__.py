@@ -1,0 +1,1 @@
+"""Which checkpoints to keep, on traces, without a model."""
