@@ -6,27 +6,18 @@ The only module that may read the environment. It reads none: no variable change
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from millpond.errors import Refused, Rejected
-from millpond.strict import Strict, explain
+from millpond.strict import Ints, Strict, Strings, explain
 from millpond.units import GIB, human, parse_memory
 
 PAGE = 64  # tokens per page, and the grid on which everything lies
 
 DRAFT_METHOD = "deepseek_mtp"
 """Drafts are chained from the model's own multi-token-prediction layer."""
-
-
-def _as_tuple(value: Any) -> Any:
-    """A list is as good as a tuple; anything else is left for the type check to judge."""
-    return tuple(value) if isinstance(value, list) else value
-
-
-Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
-Ints = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
 
 
 class GenerationConfig(Strict):

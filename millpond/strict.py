@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
 
 from millpond.errors import MillpondError, Refused
 
 SHOWN = 60
 """Characters of a wrong value that are repeated."""
+
+
+def _as_tuple(value: Any) -> Any:
+    """A list is as good as a tuple; anything else is left for the type check to judge."""
+    return tuple(value) if isinstance(value, list) else value
+
+
+Strings = Annotated[tuple[str, ...], BeforeValidator(_as_tuple)]
+Ints = Annotated[tuple[int, ...], BeforeValidator(_as_tuple)]
 
 
 class Strict(BaseModel):
