@@ -141,8 +141,8 @@ def _note(outcome: Outcome, event: Any) -> None:
             outcome.arrivals.append(time.perf_counter())
             break
     if usage := event.get("usage"):
-        outcome.prompt_tokens = usage["prompt_tokens"]
-        outcome.completion_tokens = usage["completion_tokens"]
+        outcome.prompt_tokens = usage.get("prompt_tokens", 0)
+        outcome.completion_tokens = usage.get("completion_tokens", 0)
         details = usage.get("prompt_tokens_details") or {}
         outcome.cached_tokens = details.get("cached_tokens") or 0
 

@@ -62,7 +62,7 @@ class Connection:
             raise Failure(_told(status, made))
         return made
 
-    async def events(self, path: str, body: Any) -> AsyncGenerator[Any]:
+    async def events(self, path: str, body: Any) -> AsyncGenerator[dict[str, Any]]:
         """The decoded events of a stream, without its end mark. Raises `Failure`."""
         held = b""
         async for status, part in self._exchange("POST", path, body):
@@ -73,7 +73,7 @@ class Connection:
                 event, held = held[:end], held[end + 2 :]
                 for line in event.split(b"\n"):
                     if line.startswith(b"data:") and (data := line[5:].strip()) != b"[DONE]":
-                        yield msgspec.json.decode(data)
+                        yield _decoded(data)
         if status != 200:
             raise Failure(_told(status, held))
 
@@ -103,7 +103,7 @@ class Connection:
                 length = int(headers.get("content-length", 0))
                 yield status, await reader.readexactly(length)
             whole = headers.get("connection", "").lower() != "close"
-        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
+        except (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError) as error:
             raise Failure(f"{type(error).__name__}: {error}") from error
         finally:
             if not whole:
@@ -139,6 +139,16 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, Mapping[str, st
     first, *rest = text.rstrip().split("\r\n")
     pairs = (line.partition(":") for line in rest)
     return int(first.split(" ")[1]), {k.lower(): v.strip() for k, _, v in pairs}
+
+
+def _decoded(data: bytes) -> dict[str, Any]:
+    try:
+        made = msgspec.json.decode(data)
+    except msgspec.DecodeError as error:
+        raise Failure(f"an event that is no JSON: {error}") from error
+    if not isinstance(made, dict):
+        raise Failure("an event that is no JSON object")
+    return made
 
 
 def _told(status: int, body: Any) -> str:
