@@ -10,11 +10,11 @@ import argparse
 from pathlib import Path
 
 from millpond.front.directory import locate
-from tests.support.sensitivity import TASKS, markdown, measure
+from tests.support.sensitivity import GATES, TASKS, markdown, measure
 
 
-def main() -> None:
-    """Print the table."""
+def main() -> int:
+    """Print the table; 1 when a share is above its gate."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", type=Path)
     parser.add_argument("--cases", type=int, default=40)
@@ -23,7 +23,8 @@ def main() -> None:
     args = parser.parse_args()
     table = measure(locate(args.model), args.tasks, args.cases, place=args.place)
     print(markdown(table, args.place))
+    return int(any(table[name].get(task, 0.0) > limit for name, task, limit in GATES))
 
 
 if __name__ == "__main__":
-    main()
+    raise SystemExit(main())

@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
@@ -32,7 +33,14 @@ def table(report: Report) -> Table:
         "diverged": lambda s: "–" if s.diverged is None else str(s.diverged),
         "failed": lambda s: str(s.failed),
     }
-    made = Table(title=report.model, caption=_caption(report), title_justify="left")
+    made = Table(
+        title=report.model,
+        caption=_caption(report),
+        title_justify="left",
+        caption_justify="left",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
     made.add_column("task", no_wrap=True)
     shown = {n: f for n, f in columns.items() if _known(n, report.scores)}
     for name in shown:
@@ -60,7 +68,7 @@ def gate_table(judged: Sequence[Judged]) -> RenderableType:
     """Value, threshold and verdict of every gate."""
     if not judged:
         return Text("no gates")
-    made = Table(title="gates", title_justify="left")
+    made = Table(title="gates", title_justify="left", box=box.SIMPLE_HEAD, pad_edge=False)
     for name in ("task", "measure"):
         made.add_column(name, no_wrap=True)
     for name in ("value", "threshold"):

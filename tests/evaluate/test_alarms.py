@@ -55,10 +55,12 @@ PLANTINGS = (
     Planting(faults.state_two_tokens_old),
     Planting(faults.state_zeroed),
     Planting(faults.window_dropped),
+    Planting(faults.state_one_token_ahead),
     Planting(faults.foreign_token_kept, "decode"),
     Planting(faults.rejected_digit_kept, "decode", DRAFTS),
     Planting(faults.first_page_wrong),
     Planting(faults.kv_zeroed),
+    Planting(faults.kv_swapped),
 )
 
 

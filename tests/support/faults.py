@@ -54,6 +54,11 @@ def foreign_token_kept(case: Handoff, other: Handoff) -> Memory:
     return _taken(case, case.ahead(other.tokens[other.cut // 2]), "recurrent", "conv")
 
 
+def state_one_token_ahead(case: Handoff, other: Handoff) -> Memory:
+    """The recurrent state holds a foreign token too many; the convolution window is right."""
+    return _taken(case, case.ahead(other.tokens[other.cut // 2]), "recurrent")
+
+
 def kv_zeroed(case: Handoff, other: Handoff) -> Memory:
     """All pages are empty."""
     made = case.memory.clone()
