@@ -95,7 +95,7 @@ class Connection:
             status, headers = await _read_head(reader)
             yield status, b""
             if headers.get("transfer-encoding", "").lower() == "chunked":
-                while size := int(await reader.readline(), 16):
+                while size := await _read_size(reader):
                     yield status, await reader.readexactly(size)
                     await reader.readexactly(2)
                 await reader.readline()
@@ -139,6 +139,14 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, Mapping[str, st
     first, *rest = text.rstrip().split("\r\n")
     pairs = (line.partition(":") for line in rest)
     return int(first.split(" ")[1]), {k.lower(): v.strip() for k, _, v in pairs}
+
+
+async def _read_size(reader: asyncio.StreamReader) -> int:
+    """Bytes of the next chunk, 0 after the last."""
+    line = await reader.readline()
+    if not line:
+        raise EOFError("the connection ended in the middle of an answer")
+    return int(line, 16)
 
 
 def _decoded(data: bytes) -> dict[str, Any]:
