@@ -39,7 +39,8 @@ class Response:
     has per token its own log probability first, then those of the alternatives asked for.
     `prefix` says how the prompt met the prefix cache. With n > 1, `samples` holds all answers.
     `events` are the reasoning, the text and the tool calls in their order, as they came; those of a
-    whole answer are also together in `tool_calls`.
+    whole answer are also together in `tool_calls`. Of `drafted_tokens` that were verified for the
+    prompt so far, `accepted_tokens` were right.
     """
 
     text: str
@@ -57,6 +58,8 @@ class Response:
     index: int = 0
     sample_index: int = 0
     error: str | None = None
+    drafted_tokens: int = 0
+    accepted_tokens: int = 0
     events: tuple[Event, ...] = ()
     tool_calls: tuple[ToolCall, ...] = ()
     samples: tuple[Response, ...] = ()
@@ -331,6 +334,8 @@ def _response(index: int, answer: Answer, pieces: Sequence[Piece]) -> Response:
         index=index,
         sample_index=last.index,
         error=last.error,
+        drafted_tokens=answer.drafted,
+        accepted_tokens=answer.accepted,
         events=merged(e for p in pieces for e in p.events),
     )
 

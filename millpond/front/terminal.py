@@ -114,15 +114,22 @@ class Chat:
             self._console.print(Text(piece.text), end="")
 
     def _tell(self, pieces: Sequence[Response], seconds: float) -> None:
-        if not pieces or not sys.stderr.isatty():
-            return
-        last = pieces[-1]
-        rate = last.completion_tokens / seconds if seconds else 0.0
-        self._note(
-            f"{last.completion_tokens} tokens, {rate:.0f} a second; "
-            f"{last.cached_tokens} of {last.prompt_tokens} prompt tokens cached"
-            + ("; cut at the length limit" if last.finish_reason == "length" else "")
-        )
+        if pieces and sys.stderr.isatty():
+            self._note(told(pieces[-1], seconds))
 
     def _note(self, text: str) -> None:
         Console(stderr=True, highlight=False, soft_wrap=True).print(Text(text, style="dim"))
+
+
+def told(last: Response, seconds: float) -> str:
+    """What an answer that took `seconds` cost and was spared, by its last piece."""
+    rate = last.completion_tokens / seconds if seconds else 0.0
+    parts = [
+        f"{last.completion_tokens} tokens, {rate:.0f} a second",
+        f"{last.cached_tokens} of {last.prompt_tokens} prompt tokens cached",
+    ]
+    if last.drafted_tokens:
+        parts.append(f"{last.accepted_tokens} of {last.drafted_tokens} drafts accepted")
+    if last.finish_reason == "length":
+        parts.append("cut at the length limit")
+    return "; ".join(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
@@ -13,8 +14,9 @@ from millpond import GenerationConfig, Pipeline, PytorchEngineConfig, Speculativ
 from millpond.front import doctor, terminal
 from millpond.front.cli import main
 from millpond.front.compose import plan_model
+from millpond.front.pipeline import Response
 from millpond.front.plan import line, table
-from millpond.front.terminal import Chat
+from millpond.front.terminal import Chat, told
 from millpond.front.text import Tokenizer
 from tests.front.conftest import BUNDLED, make_service
 from tests.support.published import glm_flash
@@ -73,6 +75,16 @@ def test_an_error_is_told_and_forgotten(pipe, capsys):
     _, chat = talk(pipe, "one")
     assert chat.messages == []
     assert "not finite" in capsys.readouterr().err
+
+
+def test_what_an_answer_cost_and_was_spared_is_told():
+    last = Response(
+        text="", token_ids=(), finish_reason="stop", prompt_tokens=90, completion_tokens=30,
+        cached_tokens=64,
+    )  # fmt: skip
+    assert told(last, 2.0) == "30 tokens, 15 a second; 64 of 90 prompt tokens cached"
+    drafts = replace(last, drafted_tokens=20, accepted_tokens=13, finish_reason="length")
+    assert told(drafts, 0.0).endswith("; 13 of 20 drafts accepted; cut at the length limit")
 
 
 def test_one_question_prints_one_answer(pipe, capsys):

@@ -103,7 +103,7 @@ class Connection:
                 length = int(headers.get("content-length", 0))
                 yield status, await reader.readexactly(length)
             whole = headers.get("connection", "").lower() != "close"
-        except (OSError, EOFError, ValueError, IndexError, asyncio.LimitOverrunError) as error:
+        except (OSError, EOFError, ValueError, asyncio.LimitOverrunError) as error:
             raise Failure(f"{type(error).__name__}: {error}") from error
         finally:
             if not whole:
@@ -138,7 +138,10 @@ async def _read_head(reader: asyncio.StreamReader) -> tuple[int, Mapping[str, st
     text = (await reader.readuntil(b"\r\n\r\n")).decode("latin-1")
     first, *rest = text.rstrip().split("\r\n")
     pairs = (line.partition(":") for line in rest)
-    return int(first.split(" ")[1]), {k.lower(): v.strip() for k, _, v in pairs}
+    version, _, status = first.partition(" ")
+    if not version.startswith("HTTP/1."):
+        raise ValueError(f"{first[:60]!r} is no answer in HTTP/1")
+    return int(status[:3]), {k.lower(): v.strip() for k, _, v in pairs}
 
 
 async def _read_size(reader: asyncio.StreamReader) -> int:
