@@ -1,23 +1,21 @@
-"""Checkpoints along an answer: each sequence keeps its newest, in a slot that nobody needs.
+"""Checkpoints along an answer: each sequence keeps its newest, in a slot that no row needs.
 
-Knows sequences and the ledger; does not know the order of queues. A checkpoint here costs nobody
-anything: it is made from what is free when all rows have their slots, given up for whoever lacks
-one, and published when its sample ends, for the next turn of the conversation.
+Knows sequences and the ledger; does not know the order of queues. A checkpoint here costs no row
+anything: it is made when all rows have their slots, given up for whoever lacks one, and published
+when its sample ends, for the next turn of the conversation.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from msgspec.structs import replace
 
 from millpond.engine.ledger import Ledger
 from millpond.engine.planned import LiveRow
 from millpond.engine.request import Sequence
-from millpond.errors import Exhausted
 from millpond.plan.step import Export, Row
 from millpond.state.checkpoint import AnchorKind
-from millpond.state.lease import SlotId
 from millpond.state.running import Exported
 
 
@@ -42,44 +40,56 @@ class AnswerAnchors:
         )
 
     def plan(
-        self, decode: list[Sequence], rows: list[Row], due: list[int], verify: list[LiveRow]
+        self,
+        running: Collection[Sequence],
+        decode: list[Sequence],
+        rows: list[Row],
+        due: list[int],
+        verify: list[LiveRow],
     ) -> None:
         """When all rows have their slots: what is left goes to the states that are to stay.
 
         `rows` belong to `decode`; those of `due` read such a state and get another output. A row
         with drafts reads one, or exports one from among what it folds.
         """
+        pool = self._ledger.pool
         for index in due:
-            slot = self._keep_input(decode[index])
-            if slot is not None:
-                rows[index] = replace(rows[index], state_out=slot)
+            sequence = decode[index]
+            if self._has_room(sequence, running):
+                rows[index] = replace(rows[index], state_out=sequence.state.keep_input(pool))
         for live in verify:
-            if self.is_due(live.sequence):
-                slot = self._keep_input(live.sequence)
-                live.state_out = live.state_out if slot is None else slot
-            else:
-                live.export = self._export(live.sequence)
+            sequence = live.sequence
+            if self.is_due(sequence):
+                if self._has_room(sequence, running):
+                    live.state_out = sequence.state.keep_input(pool)
+                continue
+            end = self._inside(sequence)
+            if end is not None and self._has_room(sequence, running):
+                live.export = Export(end, sequence.state.plan_export(pool, end))
 
-    def _keep_input(self, sequence: Sequence) -> SlotId | None:
-        try:
-            return sequence.state.keep_input(self._ledger.pool)
-        except Exhausted:
-            self._skip("no_slot")
-            return None
-
-    def _export(self, sequence: Sequence) -> Export | None:
-        pool, state, step = self._ledger.pool, sequence.state, self._step
+    def _inside(self, sequence: Sequence) -> int | None:
+        """The anchor strictly between the state and the last known token, if there is one."""
+        step = self._step
         if not step or sequence.epoch != self._ledger.epoch:
             return None
         end = (sequence.folded // step + 1) * step
-        if end >= len(sequence.tokens):
-            return None
+        return end if end < len(sequence.tokens) else None
+
+    def _has_room(self, sequence: Sequence, running: Collection[Sequence]) -> bool:
+        """Have a slot free: any, or that of its older anchor, or the least wanted checkpoint's.
+
+        At most half of what checkpoints may hold is taken from those that can be found already.
+        """
+        pool, state = self._ledger.pool, sequence.state
         if not pool.num_free:
-            state.drop_anchor(pool)  # the older one
+            state.drop_anchor(pool)
+        if not pool.num_free:
+            kept = sum(other.state.anchor is not None for other in running)
+            if kept < self._ledger.settings.checkpoint_budget // 2:
+                self._ledger.evict_slot()
         if not pool.num_free:
             self._skip("no_slot")
-            return None
-        return Export(end, state.plan_export(pool, end))
+        return pool.num_free > 0
 
     def _skip(self, why: str) -> None:
         self._ledger.counters.checkpoints_skipped[why] += 1

@@ -68,7 +68,7 @@ class Outbox:
             self._push(sequence, (), reason, None, error)
 
     def flush(self) -> None:
-        """Wake the coroutines that wait for what was pushed since the last flush, or feed the sink."""
+        """Wake the coroutines that wait for what was pushed since then, or feed the sink."""
         if self._gathered and self._sink is not None:
             gathered, self._gathered = self._gathered, []
             self._sink(gathered)

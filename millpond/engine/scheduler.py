@@ -220,8 +220,6 @@ class Scheduler(Queues):
                 continue
             if sequence.failures and any(one.failures for one in self.running):
                 break  # one suspect at a time, so that it does not fail with the others again
-            if not self.ledger.pool.num_free and not self.ledger.index.evictable_slots:
-                self.along.give_up_one(reversed(self.running))
             first = None
             if has_seats(self.ledger, sequence):
                 match = meet(self.ledger, sequence)
@@ -229,6 +227,8 @@ class Scheduler(Queues):
                     position += 1
                     held += 1
                     continue
+                if not self.ledger.pool.num_free and not self.ledger.index.evictable_slots:
+                    self.along.give_up_one(reversed(self.running))
                 first = admit(self.ledger, sequence, match, self.running, self._first_end)
             if first is None:
                 self._blocked = self._denied = sequence
@@ -308,7 +308,7 @@ class Scheduler(Queues):
 
     def _plan_exports(self) -> None:
         plan_exports(self.ledger, self._prefill, self.shared)
-        self.along.plan(self._decode, self._decode_rows, self._due, self._verify)
+        self.along.plan(self.running, self._decode, self._decode_rows, self._due, self._verify)
 
     def _freeze(self) -> Scheduled:
         ledger = self.ledger

@@ -438,10 +438,7 @@ def an_anchor_that_was_not_reached_is_kept(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("a_full_pool_skips_saving", in_answers=True)
 def an_anchor_along_an_answer_insists_on_a_slot(patch: pytest.MonkeyPatch) -> None:
-    def faulty(self: AnswerAnchors, sequence: Sequence) -> Any:
-        return sequence.state.keep_input(self._ledger.pool)
-
-    patch.setattr(AnswerAnchors, "_keep_input", faulty)
+    patch.setattr(AnswerAnchors, "_has_room", lambda self, sequence, running: True)
 
 
 @breaks("a_finished_request_holds_nothing", in_answers=True)
@@ -458,12 +455,14 @@ def the_anchor_of_an_ended_answer_is_forgotten(patch: pytest.MonkeyPatch) -> Non
 @breaks("open_means_one_producer_alone", in_answers=True)
 def a_state_that_is_to_stay_is_written_over(patch: pytest.MonkeyPatch) -> None:
     """The lease moves to another slot, the row does not."""
-    keep = AnswerAnchors._keep_input
+    keep_input = RunningState.keep_input
 
-    def faulty(self: AnswerAnchors, sequence: Sequence) -> Any:
-        keep(self, sequence)
+    def faulty(state: RunningState, pool: StatePool) -> Any:
+        before = state.slot
+        keep_input(state, pool)
+        return before
 
-    patch.setattr(AnswerAnchors, "_keep_input", faulty)
+    patch.setattr(RunningState, "keep_input", faulty)
 
 
 @breaks("keys_name_all_that_matters", in_answers=True)

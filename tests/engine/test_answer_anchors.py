@@ -78,6 +78,28 @@ def test_without_a_slot_to_spare_the_anchor_is_skipped_and_nobody_is_pushed_out(
     assert stats.checkpoints_skipped["no_slot"] > 0
 
 
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_anchors_take_the_place_of_at_most_half_of_what_can_be_found(num_drafts):
+    made = tower(num_drafts, right=0, num_slots=8, checkpoint_budget=4, num_seats=4)
+    old = [made.request(range(7 * i, 7 * i + 70), max_tokens=1) for i in range(4)]
+    made.answers(old)
+    assert len(found_all(made)) == 4
+    requests = [made.request(range(i, i + 50), max_tokens=100, seed=i) for i in range(4)]
+    streams = [made.engine.submit(request) for request in requests]
+    kept = 0
+    while made.step():
+        running = made.engine._scheduler.running
+        kept = max(kept, sum(one.state.anchor is not None for one in running))
+    assert kept == 2
+    assert made.engine.stats().preemptions == 0
+    assert made.engine.stats().checkpoints_skipped["no_slot"] >= 2
+    assert [len([t for d in stream for t in d.tokens]) for stream in streams] == [100] * 4
+
+
+def found_all(made: Tower) -> list[int]:
+    return [checkpoint.end for checkpoint in made.engine._ledger.index.checkpoints()]
+
+
 def test_an_older_anchor_leaves_its_slot_to_the_newer_one():
     made = tower(0, num_slots=2)
     request = made.request(range(50), max_tokens=300, ignore_eos=True)
