@@ -75,8 +75,8 @@ class Guidance:
         slow: list[tuple[Guide, Sequence[int]]] = []
         for sample in self._guided:
             guide = sample.guide
-            if guide is None or not guide.stale or guide.complete or guide.error is not None:
-                continue
+            if guide is None or not guide.stale or guide.complete or not guide.is_ready:
+                continue  # what is being filled stays stale until it is
             proposed = drafts.get(sample.seat, ())
             if guide.needs_matching(proposed):
                 slow.append((guide, proposed))

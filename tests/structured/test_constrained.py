@@ -270,7 +270,10 @@ def test_others_run_while_a_grammar_is_compiled(house: House, monkeypatch):
     bound = type(bound)(
         request_id="bound", tokens=bound.tokens, params=bound.params, constraint=CHOICE
     )
-    waiting, plain = house.engine.submit(bound), house.engine.submit(house.request(max_tokens=10))
+    waiting, plain = (
+        house.engine.submit(bound),
+        house.engine.submit(house.request(max_tokens=10, ignore_eos=True)),
+    )
     while house.engine.step():
         pass
     assert read(plain, 1)[0].finish == "length"
@@ -328,15 +331,16 @@ def test_an_unprepared_constraint_that_cannot_be_used_ends_its_stream(house: Hou
 
 
 def test_a_mask_that_takes_long_delays_its_own_row_only(house: House, monkeypatch):
-    gate, fill = threading.Event(), guidance._fill
+    gate, fill, shares = threading.Event(), guidance._fill, []
 
     def gated(share) -> None:
+        shares.append(share)
         assert gate.wait(60)
         fill(share)
 
     monkeypatch.setattr(guidance, "_fill", gated)
     slow = house.engine.submit(house.request(constraint=REGEX))
-    plain = house.engine.submit(house.request(max_tokens=10))
+    plain = house.engine.submit(house.request(max_tokens=10, ignore_eos=True))
     told = Told()
     while told.finish is None:
         assert house.engine.step()
@@ -344,10 +348,12 @@ def test_a_mask_that_takes_long_delays_its_own_row_only(house: House, monkeypatc
     assert len(told.tokens) == 10
     assert house.engine.step()  # nothing to do but to wait for the mask
     assert len(read_some(slow, Told()).tokens) == 1
+    assert len(shares) == 1
     gate.set()
     while house.engine.step():
         pass
-    assert read(slow, 1)[0].finish == "stop"
+    ended = read(slow, 1)[0]
+    assert (ended.finish, ended.error) == ("stop", None)
 
 
 def wait_for(condition) -> None:
@@ -377,7 +383,9 @@ def test_a_fault_in_filling_masks_ends_one_request(house: House, monkeypatch):
         fill(self, drafts)
 
     monkeypatch.setattr(Guide, "fill", broken)
-    bound, plain = house.tell(house.request(constraint=REGEX), house.request(max_tokens=9))
+    bound, plain = house.tell(
+        house.request(constraint=REGEX), house.request(max_tokens=9, ignore_eos=True)
+    )
     assert bound[0].finish == "error"
     assert "index out of bounds" in (bound[0].error or "")
     assert plain[0].finish == "length"
