@@ -1,6 +1,8 @@
 """Host time to schedule and commit one step of decoding rows, with a device that does nothing.
 
-    python bench/engine/host_step.py [--rows 256] [--steps 300]
+    python bench/engine/host_step.py [--rows 256] [--steps 300] [--drafts 0]
+
+With drafts, every second one of a row is accepted.
 
 Prints median and spread of the time on the clock and of processor time, per step. Streams have no
 reader, as if their consumers were slower than the engine.
@@ -16,7 +18,7 @@ import time
 from millpond.engine.loop import Engine, EngineSettings
 from millpond.engine.types import EngineRequest
 from millpond.plan.sampling import SamplingParams
-from millpond.plan.step import Capabilities, Emitted, StepPlan, StepResult, Written
+from millpond.plan.step import Capabilities, Emitted, StepPlan, StepResult, Verified, Written
 
 
 class NullExecutor:
@@ -30,15 +32,17 @@ class NullExecutor:
     def execute(self, plan: StepPlan) -> StepResult:
         begin = time.perf_counter(), time.thread_time()
         rows = plan.prefill + plan.decode
-        self.rows = len(plan.decode)
+        self.rows = len(plan.decode) + len(plan.verify)
+        emitted = [Emitted(seat=seat, token=1) for row in rows for seat in row.emit_seats]
+        written = [Written(row.state_out, row.end) for row in rows + plan.verify]
+        written += [Written(e.slot, e.end) for row in rows for e in row.exports]
+        for live in plan.verify:
+            emitted += [Emitted(seat=live.seat, token=1)] * (live.num_drafts // 2 + 1)
         result = StepResult(
             step=plan.step,
-            emitted=tuple(Emitted(seat=seat, token=1) for row in rows for seat in row.emit_seats),
-            written=tuple(
-                Written(slot, end)
-                for row in rows
-                for slot, end in ((row.state_out, row.end), *((e.slot, e.end) for e in row.exports))
-            ),
+            emitted=tuple(emitted),
+            verified=tuple(Verified(r.seat, r.num_drafts, r.num_drafts // 2) for r in plan.verify),
+            written=tuple(written),
         )
         self.clock = time.perf_counter() - begin[0]
         self.processor = time.thread_time() - begin[1]
@@ -48,16 +52,17 @@ class NullExecutor:
         pass
 
 
-def measure(rows: int, steps: int, prompt: int) -> tuple[list[float], list[float]]:
+def measure(rows: int, steps: int, prompt: int, drafts: int) -> tuple[list[float], list[float]]:
     """Seconds of `steps` steps of `rows` decoding rows each: on the clock, and of the processor."""
     executor = NullExecutor(
         Capabilities(
             num_slots=rows + 16,
-            num_pages=rows * (-(-(prompt + steps + 8) // 64) + 1),
+            num_pages=rows * (-(-(prompt + (steps + 12) * (drafts // 2 + 1) + 16) // 64) + 1),
             num_seats=rows,
             export_granularity=64,
             vocab_size=1000,
             max_position=1 << 20,
+            num_draft_tokens=drafts,
         )
     )
     settings = EngineSettings(
@@ -66,7 +71,7 @@ def measure(rows: int, steps: int, prompt: int) -> tuple[list[float], list[float
     engine = Engine(settings, executor)
     for i in range(rows):
         tokens = tuple((i + j) % 1000 for j in range(prompt))
-        params = SamplingParams(max_tokens=steps + 1000, ignore_eos=True, seed=i)
+        params = SamplingParams(max_tokens=8 * (steps + 1000), ignore_eos=True, seed=i)
         engine.submit(EngineRequest(request_id=f"request-{i}", tokens=tokens, params=params))
     while executor.rows < rows:
         engine.step()
@@ -88,10 +93,13 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=256)
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--prompt", type=int, default=300, help="tokens")
+    parser.add_argument("--drafts", type=int, default=0, help="tokens a row, 0 to 7")
     args = parser.parse_args()
-    print(f"{args.rows} decoding rows, {args.steps} steps, milliseconds per step")
+    with_drafts = f" with {args.drafts} drafts" if args.drafts else ""
+    print(f"{args.rows} decoding rows{with_drafts}, {args.steps} steps, milliseconds per step")
     names = ("on the clock", "of processor")
-    for name, seconds in zip(names, measure(args.rows, args.steps, args.prompt), strict=True):
+    found = measure(args.rows, args.steps, args.prompt, args.drafts)
+    for name, seconds in zip(names, found, strict=True):
         times = sorted(1e3 * t for t in seconds)
         p90 = times[len(times) * 9 // 10]
         print(
