@@ -33,13 +33,15 @@ __all__ = ["PageNode", "PrefixIndex", "PrefixMatch"]
 REMEMBERED_EVICTIONS = 4096
 """Keys of evicted checkpoints kept to tell `evicted` from `never_seen`."""
 
+REMEMBERED_CHAINS = 8
+"""Prompts, by their first page, whose digests are kept so as not to compute them again."""
+
 
 class PrefixIndex:
     """Finds the deepest checkpoint of a prompt, and decides what goes when room is needed.
 
     `alignment` is the spacing of prefill checkpoints, a multiple of `page_size`; it only tells why
-    a prompt missed. `seconds(start, end)` is the time to compute tokens start .. end again, which
-    eviction policy `value` saves; `lru` knows the last use only.
+    a prompt missed. `seconds(start, end)` is the time to compute tokens start .. end again.
     """
 
     def __init__(
@@ -65,11 +67,9 @@ class PrefixIndex:
         self._queue: list[tuple[bool, float, int, PageNode]] = []  # leaves, least wanted first
         self._tickets = count(1)
         self._clock = count(1)
-        # By kind: checkpoints published, evicted, and used; and the tokens that uses saved.
-        self.published: Counter[AnchorKind] = Counter()
-        self.evicted: Counter[AnchorKind] = Counter()
         self.hits: Counter[AnchorKind] = Counter()
-        self.hit_tokens: Counter[AnchorKind] = Counter()
+        self.evicted: Counter[AnchorKind] = Counter()  # for want of room
+        self._hashed: OrderedDict[tuple[bytes, bytes], list[tuple[bytes, bytes]]] = OrderedDict()
 
     # Find.
 
@@ -100,8 +100,8 @@ class PrefixIndex:
                         lies_past_limit = True
             was_evicted = was_evicted or (end <= limit and digest in self._evicted)
         if hit is not None:
-            whole = tuple(pages[: hit.end // self.page_size])
-            return PrefixMatch(hit.end, hit, whole, found, "hit")
+            del pages[hit.end // self.page_size :]
+            return PrefixMatch(hit.end, hit, tuple(pages), found, "hit")
         if min(limit, len(tokens)) < self.alignment:
             reason = "too_short"
         elif was_evicted:
@@ -127,7 +127,6 @@ class PrefixIndex:
         self._pages.retain(match.pages)
         checkpoint.uses += 1
         self.hits[checkpoint.kind] += 1
-        self.hit_tokens[checkpoint.kind] += checkpoint.end
         self.order.use(checkpoint)
         self._touch(checkpoint, self._checkpoints[checkpoint])
         return lease
@@ -178,13 +177,11 @@ class PrefixIndex:
         if node.checkpoint is not None:
             self._forget(node.checkpoint)
         checkpoint = Checkpoint(CheckpointKey(node.digest, end), lease, kind)
-        below = node.nearest_checkpoints()
         missed = self._evicted.pop(node.digest, None)
         node.checkpoint = checkpoint
         self._checkpoints[checkpoint] = node
         self._by_slot[lease.slot] = checkpoint
-        self.order.add(checkpoint, above, below, missed)
-        self.published[kind] += 1
+        self.order.add(checkpoint, above, node.nearest_checkpoints(), missed)
         self._touch(checkpoint, node)
         if not node.children and not node.ticket:
             self._enqueue(node)
@@ -311,9 +308,17 @@ class PrefixIndex:
         ids = array("i", tokens if end == len(tokens) else tokens[:end])
         packed, width = ids.tobytes(), ids.itemsize * size
         digest = root_digest(salt)
-        for depth in range(len(ids) // size):
-            page = packed[depth * width : (depth + 1) * width]
-            digest = page_digest(digest, page)
+        # A prompt comes several times: to be matched, and for each of its anchors.
+        known = self._hashed.setdefault((salt, packed[:width]), [])
+        if len(self._hashed) > REMEMBERED_CHAINS:
+            self._hashed.popitem(last=False)
+        for depth, at in enumerate(range(0, len(packed) - width + 1, width)):
+            page = packed[at : at + width]
+            if depth < len(known) and known[depth][0] == page:
+                digest = known[depth][1]
+            else:
+                digest = page_digest(digest, page)
+                known[depth:] = [(page, digest)]
             yield (depth + 1) * size, digest, page
 
     def _require_whole(
@@ -337,13 +342,11 @@ class PrefixIndex:
         return self._is_usable(checkpoint) and len(self._pool.holders(checkpoint.lease.slot)) == 1
 
     def _is_evictable(self, node: PageNode) -> bool:
-        if self._pages.references(node.page) > 1:
-            return False
-        return node.checkpoint is None or len(self._pool.holders(node.checkpoint.lease.slot)) == 1
+        alone = node.checkpoint is None or len(self._pool.holders(node.checkpoint.lease.slot)) == 1
+        return alone and self._pages.references(node.page) == 1
 
     def _touch(self, checkpoint: Checkpoint, node: PageNode) -> None:
-        tick = next(self._clock)
-        checkpoint.last_used = tick
+        checkpoint.last_used = tick = next(self._clock)
         above: PageNode | None = node
         while above is not None:
             above.last_used = tick
@@ -362,9 +365,8 @@ class PrefixIndex:
         node = self._checkpoints.pop(checkpoint)
         del self._by_slot[checkpoint.lease.slot]
         node.checkpoint = None
-        departure = self.order.remove(checkpoint, evicted=evicted)
         self._pool.release(checkpoint.lease)
-        return departure
+        return self.order.remove(checkpoint, evicted=evicted)
 
     def _remove_leaf(self, node: PageNode, *, evicted: bool = False) -> None:
         if node.checkpoint is not None:

@@ -380,3 +380,26 @@ def test_a_new_epoch_finds_nothing_and_gives_everything_back() -> None:
     assert (shelf.pool.num_free, shelf.pages.num_free, shelf.index.num_pages) == (16, 64, 0)
     assert (shelf.index.evict_slot(), shelf.index.evict_pages(5)) == (False, 0)
     assert shelf.publish(run(1))
+
+
+def test_digests_are_computed_once_for_what_a_prompt_has_in_common(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages: list[bytes] = []
+    honest = prefix.page_digest
+
+    def counted(above: bytes, page: bytes) -> bytes:
+        pages.append(page)
+        return honest(above, page)
+
+    monkeypatch.setattr(prefix, "page_digest", counted)
+    shelf = Shelf()
+    for end in (1, 2, 3):
+        shelf.publish(run(1, 2, 3), end * PAGE)
+    assert len(pages) == 3
+    assert shelf.match(run(1, 2, 7, 8)).end == 2 * PAGE  # as far as both are alike
+    assert len(pages) == 4
+    assert shelf.match(run(1, 2, 3, 4)).end == 3 * PAGE
+    for other in range(20, 40):
+        shelf.match(run(other, 2, 3))
+    assert len(shelf.index._hashed) <= prefix.REMEMBERED_CHAINS
