@@ -36,6 +36,7 @@ def main() -> None:
     else:
         name = args.trace.name
         prompts = load(args.trace)[: args.requests]
+    commit = _commit()  # now: the tree may move on while this runs
     replay = Replay(prompts, Scale(block_tokens=args.block_tokens, pages=args.pages))
     results = []
     for budget in args.slots:
@@ -45,7 +46,7 @@ def main() -> None:
     header = {
         "trace": f"{name}, {len(prompts)} requests, {results[0].prompt_tokens:,} prompt tokens",
         "date": f"{datetime.datetime.now(datetime.UTC):%Y-%m-%d}",
-        "commit": _commit(),
+        "commit": commit,
         "machine": f"{platform.machine()}, Python {platform.python_version()}",
         "scale": f"{args.block_tokens} replayed tokens for a block of 512",
     }
@@ -57,7 +58,7 @@ def main() -> None:
 
 
 def _commit() -> str:
-    asked = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     found = subprocess.run(asked, capture_output=True, text=True, check=False)
     return found.stdout.strip() or "unknown"
 
