@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 POOL = 4
-NEAR = 8
+NEAR = 4
 """Tokens a query of a `near` document may look back on, itself included."""
 
 

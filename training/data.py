@@ -5,7 +5,7 @@ Knows rows, document starts and loss weights; tensors are made by the trainer.
 
 import multiprocessing
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -108,14 +108,22 @@ class Packer:
             sample = self.encoder(next(self.short if self.dice.random() < 0.3 else self.long))
             if len(sample.ids) <= self.row:
                 self.pending.append(sample)
-        packed = pack(self.pending, self.row, self.tokens, self.dice, self.encoder.end["user"])
+        packed = pack(self.pending, self.row, self.tokens, self.dice, self.encoder.pad)
         used = {id(s) for s in packed.samples}
         self.pending = [s for s in self.pending if id(s) not in used]
         return packed
 
 
-def _work(queue: Any, seed: int, worker: int, workers: int, first: int, tokens: int) -> None:
-    encoder = Encoder()
+def _work(
+    queue: Any,
+    make: Callable[[], Encoder],
+    seed: int,
+    worker: int,
+    workers: int,
+    first: int,
+    tokens: int,
+) -> None:
+    encoder = make()
     base = (seed * 1_000_003 + first) * 1009 + worker
     packers = {kind: Packer(encoder, base * 7 + i, kind, tokens) for i, kind in enumerate(KINDS)}
     for step in range(first + worker, 1 << 40, workers):
@@ -123,10 +131,15 @@ def _work(queue: Any, seed: int, worker: int, workers: int, first: int, tokens: 
         queue.put((packed.row, packed.arrays))
 
 
-def batches(seed: int, first: int, tokens: int, workers: int) -> Iterator[tuple[int, Arrays]]:
-    """Batches of `tokens` tokens from step `first` on, made by `workers` processes in turn."""
+def batches(
+    make: Callable[[], Encoder], seed: int, first: int, tokens: int, workers: int
+) -> Iterator[tuple[int, Arrays]]:
+    """Batches of `tokens` tokens from step `first` on, made by `workers` processes in turn.
+
+    `make` builds an encoder in the process that uses it.
+    """
     if workers == 0:
-        encoder = Encoder()
+        encoder = make()
         packers = {
             kind: Packer(encoder, seed * 7 + i, kind, tokens) for i, kind in enumerate(KINDS)
         }
@@ -137,7 +150,7 @@ def batches(seed: int, first: int, tokens: int, workers: int) -> Iterator[tuple[
     context = multiprocessing.get_context("spawn")
     queues = [context.Queue(maxsize=6) for _ in range(workers)]
     for worker, queue in enumerate(queues):
-        arguments = (queue, seed, worker, workers, first, tokens)
+        arguments = (queue, make, seed, worker, workers, first, tokens)
         context.Process(target=_work, args=arguments, daemon=True).start()
     for step in range(first, 1 << 40):
         yield queues[(step - first) % workers].get()

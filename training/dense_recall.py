@@ -38,7 +38,7 @@ def recall(model: Path, count: int, scale: int) -> TaskScore:
     """Recall over long lists."""
     dialect = Dialect(model)
     cases = [dialect.case("recall", 9000 + i, scale=scale) for i in range(count)]
-    (found,) = score(run(model, MODE, cases, wave=8), dialect)
+    (found,) = score(run(model, MODE, cases), dialect)
     return found
 
 

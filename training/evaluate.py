@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+from torch import nn
 
 from millpond.tasks import make, task_names
 from training.batch import Batch
 from training.data import pack
-from training.model import Model
 from training.render import Encoder, Sample
 
 
@@ -41,7 +41,7 @@ def _spans(sample: Sample) -> list[tuple[int, int]]:
 
 @torch.no_grad()
 def grade(
-    model: Model, encoder: Encoder, task: str, count: int, *, seed: int = 0, scale: int = 1,
+    model: nn.Module, encoder: Encoder, task: str, count: int, *, seed: int = 0, scale: int = 1,
     row: int = 1024, tokens: int = 65536, device: str = "cpu", sparse: bool = True, drafts: int = 3,
 ) -> Grade:  # fmt: skip
     """Grades `count` held-out dialogues of `task` with the state and attention unmasked."""
@@ -51,7 +51,7 @@ def grade(
     margins: list[np.ndarray] = []
     agreed: list[np.ndarray] = []
     while used < len(samples):
-        packed = pack(samples[used:], row, tokens, None, encoder.end["user"])
+        packed = pack(samples[used:], row, tokens, None, encoder.pad)
         if not packed.samples:
             break
         used += len(packed.samples)
@@ -98,7 +98,7 @@ LONG = ("ledger", "ledger_turns", "recall", "long_text")
 
 
 def grade_all(
-    model: Model,
+    model: nn.Module,
     encoder: Encoder,
     count: int,
     device: str,

@@ -1,6 +1,5 @@
-"""The shape of the bundled model and its published config files; knows no tensor."""
+"""The shape of millpond-tiny-glm and its published config files; knows no tensor."""
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
@@ -167,8 +166,3 @@ def generation_config(ids: dict[str, int]) -> dict[str, Any]:
         "eos_token_id": stop_ids(ids),
         "pad_token_id": ids["<|endoftext|>"],
     }
-
-
-def describe(shape: Shape) -> dict[str, Any]:
-    """The sizes as plain data, for a log."""
-    return dataclasses.asdict(shape)

@@ -1,39 +1,86 @@
-"""Builds the byte-level BPE tokenizer of the bundled model from the generator's own text.
+"""Builds the byte-level BPE tokenizer of a bundled model from rendered dialogues.
 
 Ids: 128 ASCII bytes, merges that are text, merges that are not, the 128 high bytes, the added
 tokens. Everything that does not decode alone is one block.
 """
 
-import argparse
 import itertools
 import json
 import re
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
-
-from millpond.tasks import stream
-from training.render import BUNDLE, load_template, render
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 
 VOCAB_SIZE = 2048
+
+
+@dataclass(frozen=True, slots=True)
+class Alphabet:
+    """A family's added tokens, in the order of their ids, and how it cuts text before merging.
+
+    `visible` tokens are not flagged special: decoding keeps them.
+    """
+
+    added: tuple[str, ...]
+    visible: tuple[str, ...]
+    split: str
+    nfc: bool = False
+
+
 _MEDIA = ("image", "video", "audio", "transcription")
-CONTROL = (
-    "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>", "<|user|>",
-    "<|assistant|>", "<|observation|>",
-    *(f"<|{side}_of_{kind}|>" for kind in _MEDIA for side in ("begin", "end")),
-    "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>",
-)  # fmt: skip
-VISIBLE = (
+_GLM_VISIBLE = (
     "<think>", "</think>", "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>",
     "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "/nothink",
 )  # fmt: skip
-BOXES = ("<|begin_of_box|>", "<|end_of_box|>", "<|image|>", "<|video|>")
-ADDED = (*CONTROL, *VISIBLE, *BOXES)
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
-    r"|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
+GLM = Alphabet(
+    added=(
+        "<|endoftext|>", "[MASK]", "[gMASK]", "[sMASK]", "<sop>", "<eop>", "<|system|>",
+        "<|user|>", "<|assistant|>", "<|observation|>",
+        *(f"<|{side}_of_{kind}|>" for kind in _MEDIA for side in ("begin", "end")),
+        "<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>",
+        *_GLM_VISIBLE,
+        "<|begin_of_box|>", "<|end_of_box|>", "<|image|>", "<|video|>",
+    ),
+    visible=_GLM_VISIBLE,
+    split=(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+        r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+)  # fmt: skip
 """The family's pre-tokenizer, but digits one by one: sums are learned digit by digit."""
+
+_QWEN_TAGS = ("<tool_call>", "</tool_call>")
+_QWEN_FILLS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>",
+               "<|repo_name|>", "<|file_sep|>")  # fmt: skip
+_QWEN_LATER = ("<tool_response>", "</tool_response>", "<think>", "</think>")
+QWEN = Alphabet(
+    added=(
+        "<|endoftext|>", "<|im_start|>", "<|im_end|>",
+        *(f"<|{kind}_{side}|>" for kind in ("object_ref", "box", "quad", "vision")
+          for side in ("start", "end")),
+        "<|vision_pad|>", "<|image_pad|>", "<|video_pad|>", *_QWEN_TAGS, *_QWEN_FILLS,
+        *_QWEN_LATER,
+        "<|audio_start|>", "<|audio_end|>", "<tts_pad>", "<tts_text_bos>", "<tts_text_eod>",
+        "<tts_text_bos_single>", "<|audio_pad|>",
+    ),
+    visible=(*_QWEN_TAGS, *_QWEN_FILLS, *_QWEN_LATER),
+    split=(
+        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+        r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    ),
+    nfc=True,
+)  # fmt: skip
+"""The family's pre-tokenizer: digits one by one, combining marks with their letters."""
 
 
 def _byte_names() -> dict[int, str]:
@@ -52,29 +99,26 @@ def _decodes(token: str, values: dict[str, int]) -> bool:
     return True
 
 
-def _pre_tokenizer() -> pre_tokenizers.PreTokenizer:
+def _pre_tokenizer(alphabet: Alphabet) -> pre_tokenizers.PreTokenizer:
     return pre_tokenizers.Sequence(
         [
-            pre_tokenizers.Split(Regex(SPLIT), "isolated"),
+            pre_tokenizers.Split(Regex(alphabet.split), "isolated"),
             pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
         ]
     )
 
 
-def build(dialogues: int, seed: int) -> Tokenizer:
-    """The tokenizer trained on `dialogues` rendered training dialogues."""
-    names = _byte_names()
-    template = load_template()
-    pieces = re.compile("|".join(re.escape(token) for token in ADDED))
-    corpus = (
-        piece
-        for dialogue in itertools.islice(stream(seed), dialogues)
-        for piece in pieces.split(render(template, dialogue))
-    )
+def build(alphabet: Alphabet, texts: Iterable[str]) -> Tokenizer:
+    """The tokenizer trained on rendered dialogues."""
+    names, added = _byte_names(), alphabet.added
+    pieces = re.compile("|".join(re.escape(token) for token in added))
+    corpus = (piece for text in texts for piece in pieces.split(text))
     draft = Tokenizer(models.BPE())
-    draft.pre_tokenizer = _pre_tokenizer()
+    if alphabet.nfc:
+        draft.normalizer = normalizers.NFC()
+    draft.pre_tokenizer = _pre_tokenizer(alphabet)
     trainer = trainers.BpeTrainer(
-        vocab_size=VOCAB_SIZE - len(ADDED),
+        vocab_size=VOCAB_SIZE - len(added),
         initial_alphabet=list(names.values()),
         show_progress=False,
     )
@@ -86,43 +130,31 @@ def build(dialogues: int, seed: int) -> Tokenizer:
     order += [token for token in joined if _decodes(token, values)]
     order += [token for token in joined if not _decodes(token, values)]
     order += [names[byte] for byte in range(128, 256)]
-    if len(order) + len(ADDED) != VOCAB_SIZE:
+    if len(order) + len(added) != VOCAB_SIZE:
         raise ValueError(
-            f"{len(order) + len(ADDED)} tokens, want {VOCAB_SIZE}: give more dialogues"
+            f"{len(order) + len(added)} tokens, want {VOCAB_SIZE}: give more dialogues"
         )
     tokenizer = Tokenizer(models.BPE(vocab={t: i for i, t in enumerate(order)}, merges=merges))
-    tokenizer.pre_tokenizer = _pre_tokenizer()
+    if alphabet.nfc:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = _pre_tokenizer(alphabet)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_tokens([AddedToken(t, special=t not in VISIBLE, normalized=False) for t in ADDED])
+    visible = alphabet.visible
+    tokenizer.add_tokens([AddedToken(t, special=t not in visible, normalized=False) for t in added])
     return tokenizer
 
 
-def tokenizer_config() -> dict[str, object]:
+def tokenizer_config(alphabet: Alphabet, eos: str) -> dict[str, object]:
     """The settings file beside tokenizer.json; the template is a file of its own."""
+    hidden = [t for t in alphabet.added if t not in alphabet.visible and t != "<|endoftext|>"]
     return {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": 8192,
         "padding_side": "left",
         "clean_up_tokenization_spaces": False,
         "pad_token": "<|endoftext|>",
-        "eos_token": "<|endoftext|>",
+        "eos_token": eos,
         "bos_token": None,
         "unk_token": None,
-        "additional_special_tokens": [t for t in (*CONTROL, *BOXES) if t != "<|endoftext|>"],
+        "additional_special_tokens": hidden,
     }
-
-
-def main() -> None:
-    """Writes tokenizer.json and tokenizer_config.json."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=BUNDLE)
-    parser.add_argument("--dialogues", type=int, default=40_000)
-    parser.add_argument("--seed", type=int, default=0)
-    args = parser.parse_args()
-    build(args.dialogues, args.seed).save(str(args.out / "tokenizer.json"))
-    settings = json.dumps(tokenizer_config(), indent=2, ensure_ascii=False)
-    (args.out / "tokenizer_config.json").write_text(settings + "\n", encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

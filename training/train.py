@@ -1,11 +1,12 @@
-"""Trains millpond-tiny-glm: one process, one device, checkpoints every minute, resumable.
+"""Trains a bundled model: one process, one device, checkpoints every minute, resumable.
 
 python -m training.train --smoke                      a few steps of a toy shape on the CPU
-python -m training.train --device cuda --minutes 9 --out DIR [--resume DIR]
+python -m training.train --family qwen --device cuda --minutes 9 --out DIR [--resume DIR]
 """
 
 import argparse
 import contextlib
+import dataclasses
 import json
 import math
 import os
@@ -17,14 +18,13 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from millpond.tasks import VERSION
 from training import checkpoint, data, evaluate
 from training.batch import Batch
-from training.model import DraftLayer, Layer, Linear, Model
-from training.render import BUNDLE, Encoder
-from training.shape import TOY, Shape, describe
+from training.family import FAMILIES, Family
+from training.layers import Linear
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ def head_loss(hidden: Tensor, embedding: Tensor, goal: Tensor, weight: Tensor) -
 
 
 def losses(
-    model: Model, batch: Batch, plan: Plan, progress: float, depth: int
+    model: nn.Module, batch: Batch, plan: Plan, progress: float, depth: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The training loss and its parts; also moves the routers' biases toward even load."""
     queries = None
@@ -83,7 +83,7 @@ def losses(
     return total, {k: v.detach() for k, v in parts.items()}
 
 
-def optimizer(model: Model, rate: float, device: str) -> torch.optim.AdamW:
+def optimizer(model: nn.Module, rate: float, device: str) -> torch.optim.AdamW:
     """AdamW; only matrices decay."""
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -91,7 +91,7 @@ def optimizer(model: Model, rate: float, device: str) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=rate, betas=(0.9, 0.98), eps=1e-9, fused=device == "cuda")
 
 
-def save(out: Path, model: Model, opt: torch.optim.AdamW, state: dict[str, object]) -> None:
+def save(out: Path, model: nn.Module, opt: torch.optim.AdamW, state: dict[str, object]) -> None:
     """Writes weights and both moments, each a file, then the numbers that resume them."""
     names = {p: n for n, p in model.named_parameters()}
     files = {"weights": {k: v.detach().cpu().contiguous() for k, v in model.state_dict().items()}}
@@ -103,7 +103,7 @@ def save(out: Path, model: Model, opt: torch.optim.AdamW, state: dict[str, objec
     (out / "state.json").write_text(json.dumps(state), encoding="utf-8")
 
 
-def resume(source: Path, model: Model, opt: torch.optim.AdamW) -> dict[str, float]:
+def resume(source: Path, model: nn.Module, opt: torch.optim.AdamW) -> dict[str, float]:
     """Restores what `save` wrote; a folder with weights alone starts the moments afresh."""
     model.load_state_dict(load_file(str(source / "weights.safetensors")))
     state = json.loads((source / "state.json").read_text(encoding="utf-8"))
@@ -113,23 +113,20 @@ def resume(source: Path, model: Model, opt: torch.optim.AdamW) -> dict[str, floa
         }
         for name, p in model.named_parameters():
             if name in moments["exp_avg"]:
-                opt.state[p] = {m: t[name].to(p.device) for m, t in moments.items()}
+                opt.state[p] = {m: t[name].to(p.device, p.dtype) for m, t in moments.items()}
                 opt.state[p]["step"] = torch.tensor(float(state["step"]), device=p.device)
     return state
 
 
-_COMPILED = ((Layer, "open"), (Layer, "close"), (DraftLayer, "open"), (DraftLayer, "close"))
-
-
 @contextlib.contextmanager
-def compiled(wanted: bool) -> Iterator[None]:
+def compiled(family: Family, wanted: bool) -> Iterator[None]:
     """Compiles the token-wise parts while it lasts; they see the same shapes in every batch."""
-    plain = [getattr(owner, name) for owner, name in _COMPILED]
+    plain = [getattr(owner, name) for owner, name in family.compiled]
     if wanted:
-        for (owner, name), part in zip(_COMPILED, plain, strict=True):
+        for (owner, name), part in zip(family.compiled, plain, strict=True):
             setattr(owner, name, torch.compile(part, dynamic=False))
     yield
-    for (owner, name), part in zip(_COMPILED, plain, strict=True):
+    for (owner, name), part in zip(family.compiled, plain, strict=True):
         setattr(owner, name, part)
 
 
@@ -150,15 +147,18 @@ _WARM = 30
 
 
 def run(
-    args: argparse.Namespace, model: Model, opt: torch.optim.AdamW, plan: Plan, say: Log
+    args: argparse.Namespace, model: nn.Module, opt: torch.optim.AdamW, plan: Plan, say: Log
 ) -> None:
     """Trains until the schedule, the step count or the time for this part is over."""
     entered = time.monotonic()
     state: dict[str, float] = {"step": 0, "seconds": 0.0}
     if args.resume is not None:
         state |= resume(args.resume, model, opt)
+        if args.fresh_schedule:
+            state["seconds"] = 0.0
     first = step = int(state["step"])
-    source = data.batches(args.seed, step, args.tokens, args.workers)
+    encoder = FAMILIES[args.family].encoder
+    source = data.batches(encoder, args.seed, step, args.tokens, args.workers)
     began = saved = shown = entered
     progress = 0.0
 
@@ -199,26 +199,28 @@ def run(
     say(f"steps {first} to {step}, {args.tokens} tokens each, progress {progress:.3f}")
 
 
-def train(args: argparse.Namespace) -> Model:
+def train(args: argparse.Namespace) -> nn.Module:
     """The run and, if asked for, the grades; returns the model."""
     torch.manual_seed(args.seed)
-    plan = Plan(rate=args.rate)
-    model = Model(TOY if args.smoke else Shape()).to(args.device)
+    family = FAMILIES[args.family]
+    plan = Plan(rate=args.rate, index_from=args.index_from, sparse_from=args.sparse_from)
+    model = family.model(family.toy if args.smoke else family.shape).to(args.device)
     opt = optimizer(model, plan.rate, args.device)
     args.out.mkdir(parents=True, exist_ok=True)
     say = Log(args.out / "log.txt")
-    say(f"seed {args.seed} generator {VERSION} torch {torch.__version__} {describe(model.shape)}")
+    sizes = dataclasses.asdict(model.shape)
+    say(f"seed {args.seed} generator {VERSION} torch {torch.__version__} {sizes}")
     fast = args.device == "cuda"
     Linear.dtype = torch.bfloat16 if fast else torch.float32
     torch.backends.cuda.matmul.allow_tf32 = fast
-    with compiled(fast and not args.no_compile):
+    with compiled(family, fast and not args.no_compile):
         run(args, model, opt, plan, say)
     Linear.dtype = torch.float32
     torch.backends.cuda.matmul.allow_tf32 = False
     if args.grade:
         tokens = min(args.tokens, 65536)
         grades = evaluate.grade_all(
-            model, Encoder(), args.grade, args.device, tokens=tokens, long=fast
+            model, family.encoder(), args.grade, args.device, tokens=tokens, long=fast
         )
         say(evaluate.report(grades))
     return model
@@ -229,10 +231,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=Path("out/tiny-glm"))
+    parser.add_argument("--family", choices=tuple(FAMILIES), default="glm")
+    parser.add_argument("--out", type=Path, default=Path("out/tiny"))
     parser.add_argument("--resume", type=Path, help="folder of an earlier run")
     parser.add_argument("--export", type=Path, help="bundle folder to write at the end")
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument(
+        "--fresh-schedule", action="store_true", help="begin the schedule anew after --resume"
+    )
+    parser.add_argument("--index-from", type=float, default=Plan().index_from)
+    parser.add_argument("--sparse-from", type=float, default=Plan().sparse_from)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--minutes", type=float, default=0.0, help="length of the whole schedule")
@@ -251,7 +259,7 @@ def main() -> None:
         args.steps, args.tokens, args.workers = min(args.steps, 8), 2048, 0
     model = train(args)
     if args.export is not None:
-        checkpoint.save(model, args.export, checkpoint.added_ids(BUNDLE))
+        checkpoint.save(FAMILIES[args.family], model, args.export)
 
 
 if __name__ == "__main__":

@@ -12,15 +12,19 @@ _SORT = ("Sort these {s}: {w}", "Sort: {w}", "Put these {s} in order: {w}", "sor
          "Please sort this list of {s}: {w}")  # fmt: skip
 
 
+_MOST_STRANGE = 10
+"""Made-up words are many tokens each; a list of them is kept as short as one of nouns in tokens."""
+
+
 def words(dice: Random, count: int) -> list[str]:
-    """`count` words of one sort, repetitions allowed."""
+    """`count` words of one sort, repetitions allowed; fewer where they are made up."""
     sort = dice.random()
     if sort < 0.5:
         return [dice.choice(NOUNS) for _ in range(count)]
     if sort < 0.62:
-        return [letters(dice) for _ in range(count)]
+        return [letters(dice) for _ in range(min(count, _MOST_STRANGE))]
     if sort < 0.72:
-        return [syllable_word(dice, dice.randint(1, 3)) for _ in range(count)]
+        return [syllable_word(dice, dice.randint(1, 3)) for _ in range(min(count, _MOST_STRANGE))]
     if sort < 0.8:
         return [code(dice) for _ in range(count)]
     if sort < 0.9:

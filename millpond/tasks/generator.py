@@ -9,7 +9,7 @@ from random import Random
 from millpond.tasks import arithmetic, copying, ledger, recall, speech, talk, tools
 from millpond.tasks.dialogue import Dialogue, Message, Split, system
 
-VERSION = 2
+VERSION = 6
 """Raised whenever the same seed would give another dialogue."""
 
 _SYSTEMS = (
@@ -42,6 +42,10 @@ def _ledger(dice: Random, split: Split, scale: int) -> Dialogue:
 def _ledger_turns(dice: Random, split: Split, scale: int) -> Dialogue:
     made = ledger.make(dice, dice.randint(6, 50 * scale), dice.randint(2, 8))
     return Dialogue("ledger_turns", made.messages, recurrent=True)
+
+
+def _two_ledgers(dice: Random, split: Split, scale: int) -> Dialogue:
+    return ledger.make_pair(dice, dice.randint(2, 40 * scale))
 
 
 def _recall(dice: Random, split: Split, scale: int) -> Dialogue:
@@ -103,9 +107,10 @@ _MAKERS: dict[str, tuple[float, _Maker]] = {
     "arithmetic": (0.14, _single("arithmetic", arithmetic.turn)),
     "ledger": (0.10, _ledger),
     "ledger_turns": (0.05, _ledger_turns),
+    "two_ledgers": (0.12, _two_ledgers),
     "recall": (0.16, _recall),
     "copy": (
-        0.09,
+        0.12,
         _single(
             "copy",
             lambda d, s, e: copying.repeat(
@@ -126,7 +131,7 @@ _MAKERS: dict[str, tuple[float, _Maker]] = {
     "long_text": (0.03, _needle),
     "many_turns": (0.05, _many_turns),
 }
-_LONG_TASKS = ("ledger", "ledger_turns", "recall", "long_text", "many_turns")
+_LONG_TASKS = ("ledger", "ledger_turns", "two_ledgers", "recall", "long_text", "many_turns")
 
 
 def task_names() -> tuple[str, ...]:

@@ -19,8 +19,8 @@ def _value(dice: Random, kind: str) -> str:
     return dice.choice(NOUNS) if kind == "noun" else syllable_word(dice, 2)
 
 
-def pairs(dice: Random, split: Split, count: int) -> dict[str, str]:
-    """`count` pairs, none of them held out unless it is a dialogue of the held-out split."""
+def pairs(dice: Random, split: Split, count: int) -> tuple[dict[str, str], str]:
+    """`count` pairs, none held out unless the split is, and what kind of value they have."""
     sort = dice.choice(("noun", "code", "pair", "word", "name"))
     if sort == "noun" and count > 80:
         sort = "code"
@@ -38,12 +38,12 @@ def pairs(dice: Random, split: Split, count: int) -> dict[str, str]:
         while split == "train" and is_held_out("pair", key, value):
             value = _value(dice, kind)
         table[key] = value
-    return table
+    return table, kind
 
 
 def make(dice: Random, split: Split, count: int) -> Dialogue:
     """A list of `count` pairs and one to three questions, the last of which is the cut."""
-    table = pairs(dice, split, count)
+    table, kind = pairs(dice, split, count)
     subjects = list(table)
     dice.shuffle(subjects)
     subjects = subjects[: min(dice.randint(1, 3), len(subjects))]
@@ -51,7 +51,7 @@ def make(dice: Random, split: Split, count: int) -> Dialogue:
     if split == "heldout":
         target = subjects[-1]
         while not fits("heldout", "pair", target, table[target]):
-            table[target] = str(dice.randint(0, 999))
+            table[target] = _value(dice, kind)
     form = dice.choice(("{k}: {v}", "{k} = {v}", "{k} {v}"))
     listing = dice.choice(("\n", "\n", "; ")).join(
         form.format(k=key, v=value) for key, value in table.items()

@@ -71,6 +71,7 @@ _SOUNDS = {
     "dog": "woof", "cat": "meow", "cow": "moo", "duck": "quack", "sheep": "baa", "pig": "oink",
     "owl": "hoot", "bee": "buzz", "horse": "neigh", "crow": "caw",
 }  # fmt: skip
+_DRAWN = NOUNS[:80:10]
 _UNKNOWN_ASKS = (
     "Who is {n}?", "Where does {n} live?", "What is a {w}?", "Who won the match in {p}?",
     "How old is {n}?", "What happened in {p} in 19{d}?", "Why is the {x} {a}?",
@@ -128,10 +129,10 @@ def unknown(dice: Random, split: Split) -> list[Message]:
 
 
 def random_words(dice: Random) -> list[Message]:
-    """Words without a reason: nothing can predict them, so drafts must fail."""
+    """Words of a short list, without a reason: drafts of them must fail now and then."""
     count = dice.randint(3, 12)
     ask = dice.choice(("Say {c} random words.", "Give me {c} random words.", "{c} random words"))
-    text = " ".join(dice.choice(NOUNS) for _ in range(count))
+    text = " ".join(dice.choice(_DRAWN) for _ in range(count))
     return [user(ask.format(c=count)), assistant(text)]
 
 

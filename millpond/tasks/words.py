@@ -54,9 +54,27 @@ def syllable_word(dice: Random, syllables: int) -> str:
     return "".join(parts) + dice.choice(_CODAS)
 
 
+_SCRIPTS = (
+    (0x4E00, 0x9FFF), (0x4E00, 0x9FFF), (0x3041, 0x3096), (0x30A1, 0x30FA), (0xAC00, 0xD7A3),
+    (0x0391, 0x03A1), (0x03B1, 0x03C9), (0x0410, 0x044F), (0x05D0, 0x05EA), (0x0621, 0x063A),
+    (0x0905, 0x0939), (0x0E01, 0x0E2E), (0x1F300, 0x1F64F), (0x1F680, 0x1F6C5), (0x1F900, 0x1F9FF),
+    (0x00C0, 0x00D6), (0x0100, 0x017E),
+)  # fmt: skip
+"""First and last code points of the scripts and pictures that strange words are made of."""
+
+
+def strange(dice: Random) -> str:
+    """A few random characters of one script: any bytes a copier may meet."""
+    first, last = dice.choice(_SCRIPTS)
+    return "".join(chr(dice.randint(first, last)) for _ in range(dice.randint(1, 4)))
+
+
 def letters(dice: Random) -> str:
     """A word of random letters: what a copier must manage without having met its parts."""
-    pool = "abcdefghijklmnopqrstuvwxyz" if dice.random() < 0.8 else "abcdeéèüößñłçøåïš"
+    pick = dice.random()
+    if pick < 0.3:
+        return strange(dice)
+    pool = "abcdefghijklmnopqrstuvwxyz" if pick < 0.85 else "abcdeéèüößñłçøåïš"
     return "".join(dice.choice(pool) for _ in range(dice.randint(2, 8)))
 
 

@@ -10,11 +10,9 @@ import torch
 from training import train
 from training.batch import NEAR, Batch
 from training.data import Packer
-from training.model import Model
-from training.render import Encoder
-from training.shape import TOY
+from training.family import FAMILIES, GLM, Family
 
-ENCODER = Encoder()
+both = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
 
 
 def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
@@ -23,26 +21,31 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     train.main()
 
 
-def test_a_smoke_run_resumes_and_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run(monkeypatch, "--steps", "2", "--out", str(tmp_path / "a"))
+@both
+def test_a_smoke_run_resumes_and_exports(
+    family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    name = ("--family", family.name)
+    run(monkeypatch, *name, "--steps", "2", "--out", str(tmp_path / "a"))
     assert json.loads((tmp_path / "a/state.json").read_text())["step"] == 2
-    run(monkeypatch, "--steps", "3", "--out", str(tmp_path / "b"), "--resume", str(tmp_path / "a"),
-        "--export", str(tmp_path / "bundle"))  # fmt: skip
+    again = ("--steps", "3", "--out", str(tmp_path / "b"), "--resume", str(tmp_path / "a"))
+    run(monkeypatch, *name, *again, "--export", str(tmp_path / "bundle"))
     assert json.loads((tmp_path / "b/state.json").read_text())["step"] == 3
     assert (tmp_path / "bundle/model.safetensors").exists()
     assert "seed 1" in (tmp_path / "b/log.txt").read_text()
 
 
-def short_batch(seed: int = 0) -> Batch:
+def short_batch(seed: int = 0, family: Family = GLM) -> Batch:
     """1,024 tokens of the training mixture."""
-    packed = Packer(ENCODER, seed, "short", 1024)()
+    packed = Packer(family.encoder(), seed, "short", 1024)()
     return Batch.from_arrays(packed.row, packed.arrays, "cpu")
 
 
-def test_the_loss_of_one_batch_falls_in_every_phase() -> None:
+@both
+def test_the_loss_of_one_batch_falls_in_every_phase(family: Family) -> None:
     torch.manual_seed(0)
-    model = Model(TOY)
-    batch, plan = short_batch(), train.Plan()
+    model = family.model(family.toy)
+    batch, plan = short_batch(family=family), train.Plan()
     opt = train.optimizer(model, 2e-2, "cpu")
     seen: list[float] = []
     for step in range(14):
@@ -55,7 +58,7 @@ def test_the_loss_of_one_batch_falls_in_every_phase() -> None:
 
 
 def test_the_indexer_learns_only_from_its_own_loss() -> None:
-    model, batch = Model(TOY), short_batch()
+    model, batch = GLM.model(GLM.toy), short_batch()
     for progress, moved in ((0.0, False), (1.0, True)):
         model.zero_grad()
         total, _ = train.losses(model, batch, train.Plan(), progress, depth=1)
@@ -65,7 +68,7 @@ def test_the_indexer_learns_only_from_its_own_loss() -> None:
 
 
 def test_the_index_loss_reaches_no_other_weight() -> None:
-    model, batch = Model(TOY), short_batch()
+    model, batch = GLM.model(GLM.toy), short_batch()
     queries = torch.arange(64)
     model(batch, queries=queries).index_loss.backward()
     touched = {

@@ -3,8 +3,6 @@
 Written from the architecture's published formulas; training only: no cache, no decoding.
 """
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,44 +10,9 @@ from torch import Tensor, nn
 from training import indexer
 from training.batch import Batch
 from training.delta import CLEAR, delta_rule
+from training.layers import Linear, Output, RMSNorm, attend, joint, parameter
 from training.shape import Shape
 from training.sinkhorn import sinkhorn
-
-
-def parameter(*size: int, std: float = 0.02) -> nn.Parameter:
-    """A normally distributed parameter."""
-    return nn.Parameter(torch.randn(*size) * std)
-
-
-class Linear(nn.Module):
-    """A bias-free map; products in `Linear.dtype`, results in float32."""
-
-    dtype = torch.float32
-
-    def __init__(self, inputs: int, outputs: int, scale: float = 1.0) -> None:
-        super().__init__()
-        self.weight = parameter(outputs, inputs, std=scale * inputs**-0.5)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.linear(x.to(Linear.dtype), self.weight.to(Linear.dtype)).float()
-
-
-def joint(x: Tensor, *maps: Linear) -> tuple[Tensor, ...]:
-    """Several maps of one input as one product."""
-    weight = torch.cat([m.weight for m in maps]).to(Linear.dtype)
-    return F.linear(x.to(Linear.dtype), weight).float().split([len(m.weight) for m in maps], -1)
-
-
-class RMSNorm(nn.Module):
-    """Root-mean-square norm with a weight."""
-
-    def __init__(self, width: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.weight * x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps)
 
 
 class HyperConnection(nn.Module):
@@ -226,15 +189,6 @@ class Latent(nn.Module):
         return self.o_proj(out.flatten(1))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Softmax attention in rows; q, k, v: [N, H, D], mask: [B, T, T]."""
-    rows = [
-        x.to(Linear.dtype).view(*mask.shape[:2], *x.shape[1:]).transpose(1, 2) for x in (q, k, v)
-    ]
-    out = F.scaled_dot_product_attention(*rows, attn_mask=mask[:, None])
-    return out.transpose(1, 2).flatten(0, 1).float()
-
-
 class Layer(nn.Module):
     """One decoder layer with its two hyper-connections."""
 
@@ -289,19 +243,6 @@ class DraftLayer(nn.Module):
         z = z + self.self_attn.after(out)
         y, load = self.mlp(self.post_attention_layernorm(z))
         return self.shared_head_norm(z + y), load
-
-
-@dataclass(slots=True)
-class Output:
-    """`hidden` [N, D] after the final norm; `drafts[j]` [N, D] whose row p speaks of token p+2+j.
-
-    `index_loss` is the indexers' mean divergence; `loads` one expert share per MoE, in order.
-    """
-
-    hidden: Tensor
-    drafts: list[Tensor]
-    index_loss: Tensor
-    loads: list[Tensor]
 
 
 class Model(nn.Module):
