@@ -101,13 +101,18 @@ def test_an_arrival_of_higher_priority_pushes_out_lower_when_there_is_no_room(sh
 def test_nobody_is_pushed_out_for_one_that_would_not_fit_anyway():
     """Of equal priority, the first keeps its pages; pushing out the lower one would not help."""
     tower = Tower(num_pages=10)
-    streams = [
-        tower.engine.submit(tower.request(prompt(n, length), priority=priority, max_tokens=100))
-        for n, (length, priority) in enumerate(((300, 1), (60, 0), (300, 1)))
-    ]
-    for _ in range(20):
+
+    def submit(number: int, length: int, priority: int):
+        asked = tower.request(prompt(number, length), priority=priority, max_tokens=15)
+        return tower.engine.submit(asked)
+
+    streams = [submit(1, 300, 1), submit(2, 60, 0)]
+    tower.step()
+    streams.append(submit(3, 400, 1))
+    for _ in range(10):
         tower.step()
-    assert tower.engine.stats().preemptions == 0
+    stats = tower.engine.stats()
+    assert (stats.preemptions, stats.requests_running, stats.requests_waiting) == (0, 2, 1)
     tower.run()
     assert all(list(stream)[-1].finish_reason == "length" for stream in streams)
 
