@@ -232,3 +232,15 @@ def test_any_schedule_any_acceptance_any_number_of_drafts(family: str, data: st.
     dice = random.Random(data.draw(st.integers(0, 999), label="dice"))
     right = {None: None, "dice": lambda: dice.randint(0, k)}.get(how, lambda: how)
     check(family, house, data.draw(st.lists(SOME, min_size=2, max_size=4), label="asks"), right)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("k", range(1, 8))
+def test_every_acceptance_after_every_remainder(family: str, k: int) -> None:
+    for right in range(k + 1):
+        asks = [Ask(BASE[: 64 + r], SEEDED, arrives=2 * r) for r in range(1, 2 * k + 3)]
+        warm = Ask(BASE[:65], SEEDED)
+        house = House(num_drafts=k, num_seats=6, settings=ALONG)
+        served = check(family, house, [warm, *asks], lambda: right)  # noqa: B023 -- used at once
+        assert served.cached == [0, *(64 for _ in asks)]
