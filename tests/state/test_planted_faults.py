@@ -23,7 +23,7 @@ from millpond.state.pages import PageHandle, PagePool
 from millpond.state.pool import StatePool
 from millpond.state.prefix import PageNode, PrefixIndex, PrefixMatch
 from millpond.state.running import Exported, RunningState
-from millpond.state.value import Departure
+from millpond.state.value import Departure, EvictionOrder
 from tests.state.world import World
 
 Plant = Callable[[pytest.MonkeyPatch], None]
@@ -305,6 +305,16 @@ def an_evicted_slot_freed_under_everybody(monkeypatch: pytest.MonkeyPatch) -> No
         return departure
 
     monkeypatch.setattr(PrefixIndex, "_forget", forget)
+
+
+@fault
+def a_branch_that_does_not_come_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(PageNode, "nearest_checkpoints", lambda _: [])
+
+
+@fault
+def an_anchor_that_left_still_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EvictionOrder, "_above", lambda _, standing: standing.above)
 
 
 @fault

@@ -594,6 +594,21 @@ class World(RuleBasedStateMachine):
     # Always.
 
     @invariant()
+    def the_order_of_eviction_knows_what_is_findable(self) -> None:
+        """Each checkpoint, under the next shallower one on its path; and how many lie under it."""
+        order, above = self.index.order, {}
+        for checkpoint in self.checkpoints:
+            node = self.index.node_of(checkpoint).parent
+            while node is not None and node.checkpoint is None:
+                node = node.parent
+            above[checkpoint] = None if node is None else node.checkpoint
+        assert set(order._standings) == set(above)
+        for checkpoint, standing in order._standings.items():
+            known = order._above(standing)
+            assert (None if known is None else known.checkpoint) is above[checkpoint]
+            assert standing.below == list(above.values()).count(checkpoint)
+
+    @invariant()
     def everybody_reads_their_own_tokens(self) -> None:
         self.poison()
         for request in self.requests:
