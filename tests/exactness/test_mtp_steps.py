@@ -10,20 +10,19 @@ import torch
 
 import millpond
 from millpond.errors import Broken, StepFailed
+from millpond.evaluate.cases import Dialect
 from millpond.executor.uni import UniExecutor
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import Export, StepPlan, Verified, VerifyRow, Written
 from millpond.runtime.propose import Live, Proposer
 from millpond.runtime.worker import load
 from millpond.state.lease import PageId, Seat, SlotId
-from millpond.tasks import make
 from tests.exactness.drafting import DraftDriver, Script
 from tests.exactness.driver import Run
 from tests.exactness.families import FAMILIES, executor
 from tests.exactness.prompts import BASE, GREEDY, OTHER, SEEDED
 from tests.support.counting import changed_entries, snapshot
 from tests.support.recording import Truth
-from training.render import Encoder, render
 
 BUNDLED = Path(millpond.__file__).parent / "bundled" / "millpond-tiny-glm"
 NOBODY = VerifyRow(
@@ -247,7 +246,7 @@ def test_drafts_after_a_hit_are_those_of_a_cold_run(family: str, params: Samplin
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 5, 7])
 def test_the_bundled_model_drafts_well_and_its_text_stays_what_it_was(num_drafts: int) -> None:
-    encoder = Encoder()
+    dialect = Dialect(BUNDLED)
     texts = []
     for k in (0, num_drafts):
         worker = load(
@@ -264,9 +263,7 @@ def test_the_bundled_model_drafts_well_and_its_text_stays_what_it_was(num_drafts
         made = DraftDriver(UniExecutor(worker))
         runs = []
         for task, params in (("speech", GREEDY), ("json", SEEDED)):
-            text = render(encoder.template, make(task, 1), prompt_only=True)
-            ids = encoder.tokenizer.encode(text, add_special_tokens=False).ids
-            runs.append(made.start(tuple(ids), params))
+            runs.append(made.start(dialect.case(task, 1).prompt, params))
         made.step([(run, len(run.prompt), ()) for run in runs])
         made.speculate(runs, 16) if k else made.decode(runs, 16)
         texts.append([run.text[:16] for run in runs])
