@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from millpond.config import GenerationConfig, PytorchEngineConfig, SpeculativeConfig
     from millpond.errors import (
         Broken,
+        Busy,
         Exhausted,
         LeaseError,
         MillpondError,
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Broken",
+    "Busy",
     "Exhausted",
     "GenerationConfig",
     "LeaseError",
