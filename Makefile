@@ -13,7 +13,7 @@ ARGS    ?=
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test check interp gpu machine bench docs soak changes clean
+.PHONY: help setup demo test clients check interp gpu machine bench docs soak changes clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -43,6 +43,22 @@ demo: $(VENV)/.installed ## a trained model answers, then a prefix cache demonst
 
 test: $(VENV)/.installed-dev ## CPU tests; PROFILE=dev, ci or nightly, WORKERS=n, ARGS='...' for pytest
 	$(PYTEST) -n $(WORKERS) --dist worksteal --hypothesis-profile $(PROFILE) $(ARGS)
+
+# Programs of others live apart from ours, and one of them apart from the rest; each with its own pins.
+NEEDS   := tests/front/clients/requirements
+INSTALL  = $(VENV)/clients/$*/bin/python -m pip install --quiet --no-compile --no-deps
+
+$(VENV)/clients/%/.installed: $(NEEDS)/%.txt
+	$(PYTHON) -m venv $(VENV)/clients/$*
+	$(INSTALL) -r $<
+	@test ! -f $(NEEDS)/$*-needs.txt || $(INSTALL) -r $(NEEDS)/$*-needs.txt
+	@touch $@
+
+CLIENTS := $(foreach kit,kit litellm lm-eval,$(VENV)/clients/$(kit)/.installed)
+.SECONDARY: $(CLIENTS)
+
+clients: $(VENV)/.installed-dev $(CLIENTS) ## programs of others against our server: langchain, litellm, llm, lm-eval, schemathesis
+	$(PYTEST) -n $(WORKERS) --dist worksteal --timeout 400 -m clients tests/front/clients $(ARGS)
 
 check: $(VENV)/.installed-dev ## formatting, linting, types, import contracts, docs links, faults index (under a minute)
 	$(PY) tools/check.py

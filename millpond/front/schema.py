@@ -6,7 +6,10 @@ fields are kept by name only, so that the answer can say that they were ignored.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar
+from collections.abc import Iterator
+from functools import cache
+from types import UnionType
+from typing import Annotated, Any, ClassVar, Union, get_args, get_origin
 
 from pydantic import (
     AfterValidator,
@@ -108,10 +111,50 @@ Text = Annotated[str, AfterValidator(_unicode)]
 StopField = Annotated[tuple[str, ...], PlainValidator(_stop), WithJsonSchema(_STRINGS)]
 
 
+def _null_is_absent(schema: dict[str, Any]) -> None:
+    """Describe what is true of every body: an optional field may be null."""
+    needed, null = schema.get("required", ()), {"type": "null"}
+    for name, field in schema.get("properties", {}).items():
+        if name not in needed and null not in field.get("anyOf", ()):
+            kind = {k: field.pop(k) for k in list(field) if k not in ("title", "default")}
+            field["anyOf"] = [*kind.pop("anyOf", [kind]), null]
+
+
+@cache
+def _kinds(model: type[BaseModel], name: str) -> frozenset[type]:
+    """Which of text, list and object a field may be; of those an empty one says nothing."""
+    if name not in model.model_fields:
+        return frozenset((str, list, dict))
+    return frozenset(_members(model.model_fields[name].annotation))
+
+
+def _members(annotation: Any) -> Iterator[type]:
+    if annotation is Any:
+        yield from (str, list, dict)
+    origin = get_origin(annotation)
+    if origin in (Union, UnionType):
+        for member in get_args(annotation):
+            yield from _members(member)
+    elif origin is Annotated:
+        yield from _members(get_args(annotation)[0])
+    elif origin in (list, tuple):
+        yield from (str, list)  # one or several
+    elif origin is dict or (isinstance(annotation, type) and issubclass(annotation, BaseModel)):
+        yield dict
+    elif annotation is str:
+        yield str
+
+
 class Request(BaseModel):
     """What all request bodies share."""
 
-    model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False, frozen=True)
+    model_config = ConfigDict(
+        strict=True,
+        extra="allow",
+        allow_inf_nan=False,
+        frozen=True,
+        json_schema_extra=_null_is_absent,
+    )
     required: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
@@ -122,7 +165,7 @@ class Request(BaseModel):
         return {
             k: v
             for k, v in data.items()
-            if v is not None and (k in cls.required or v not in ([], {}, ""))
+            if v is not None and (v or k in cls.required or type(v) not in _kinds(cls, k))
         }
 
     @property

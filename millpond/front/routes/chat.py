@@ -23,7 +23,7 @@ from millpond.front.parsing.base import (
 from millpond.front.parsing.reader import END_THINK
 from millpond.front.parsing.wish import ToolWish
 from millpond.front.routes.chunked import ChoiceView
-from millpond.front.routes.common import ERRORS, accept, limit_of, respond
+from millpond.front.routes.common import STREAMED, accept, limit_of, respond
 from millpond.front.routes.talk import Talk, unread
 from millpond.front.schema import Generate
 from millpond.front.service import Flight, Service
@@ -69,7 +69,7 @@ def routes(service: Service) -> APIRouter:
     """The route over one service."""
     router = APIRouter()
 
-    @router.post("/v1/chat/completions", responses=ERRORS)
+    @router.post("/v1/chat/completions", responses=STREAMED)
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answer a conversation."""
         accept(service, body)

@@ -34,6 +34,10 @@ ERRORS: dict[int | str, dict[str, Any]] = {
 }
 
 
+STREAMED: dict[int | str, dict[str, Any]] = ERRORS | {200: {"content": {"text/event-stream": {}}}}
+"""Of a route whose answer may come as events."""
+
+
 def documented(*statuses: int) -> dict[int | str, dict[str, Any]]:
     """Descriptions of the errors that a route can answer, for the API's own description."""
     return {s: ERRORS[s] for s in statuses}

@@ -13,7 +13,7 @@ from millpond.errors import Rejected
 from millpond.front import replies
 from millpond.front.answer import Ask, Piece
 from millpond.front.routes.chunked import ChoiceView, joined
-from millpond.front.routes.common import ERRORS, MAX_PROMPTS, accept, limit_of, respond
+from millpond.front.routes.common import MAX_PROMPTS, STREAMED, accept, limit_of, respond
 from millpond.front.schema import Generate, PromptField
 from millpond.front.service import Flight, Service
 
@@ -34,7 +34,7 @@ def routes(service: Service) -> APIRouter:
     """The route over one service."""
     router = APIRouter()
 
-    @router.post("/v1/completions", responses=ERRORS)
+    @router.post("/v1/completions", responses=STREAMED)
     async def completions(body: CompletionRequest, request: Request) -> Response:
         """Continue one or more prompts."""
         accept(service, body)

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from millpond.errors import MillpondError, Rejected
 from millpond.front import replies
 from millpond.front.answer import Answer, Ask, Piece, TextToken
-from millpond.front.routes.common import ERRORS, View, accept, pieces, respond
+from millpond.front.routes.common import STREAMED, View, accept, pieces, respond
 from millpond.front.routes.completions import prompts_of
 from millpond.front.schema import PromptField, Request, Sampling, Text
 from millpond.front.service import Flight, Service
@@ -77,7 +77,7 @@ def routes(service: Service) -> APIRouter:
     """The route over one service."""
     router = APIRouter()
 
-    @router.post("/generate", responses=ERRORS)
+    @router.post("/generate", responses=STREAMED)
     async def generate(body: GenerateRequest, request: HttpRequest) -> Response:
         """Continue one or more prompts."""
         accept(service, body)

@@ -16,7 +16,7 @@ from millpond.front import replies
 from millpond.front.answer import Ask
 from millpond.front.parsing.wish import ToolWish
 from millpond.front.routes.blocks import MessageView
-from millpond.front.routes.common import ERRORS, accept, ignored_header, limit_of, respond
+from millpond.front.routes.common import ERRORS, STREAMED, accept, ignored_header, limit_of, respond
 from millpond.front.routes.talk import Talk, text_of, unread
 from millpond.front.schema import Sampling, StopField, Text
 from millpond.front.service import Service
@@ -80,7 +80,7 @@ def routes(service: Service) -> APIRouter:
     """The routes over one service."""
     router = APIRouter()
 
-    @router.post("/v1/messages", responses=ERRORS)
+    @router.post("/v1/messages", responses=STREAMED)
     async def messages(body: MessagesRequest, request: Request) -> Response:
         """Answer a conversation."""
         accept(service, body)

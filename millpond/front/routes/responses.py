@@ -14,7 +14,7 @@ from millpond.engine.constraint import Constraint
 from millpond.errors import Rejected
 from millpond.front.answer import Ask
 from millpond.front.parsing.wish import ToolWish
-from millpond.front.routes.common import ERRORS, accept, limit_of, respond
+from millpond.front.routes.common import STREAMED, accept, limit_of, respond
 from millpond.front.routes.items import ResponseView
 from millpond.front.routes.talk import Talk, text_of, unread
 from millpond.front.schema import Sampling, Text
@@ -93,7 +93,7 @@ def routes(service: Service) -> APIRouter:
     """The route over one service."""
     router = APIRouter()
 
-    @router.post("/v1/responses", responses=ERRORS)
+    @router.post("/v1/responses", responses=STREAMED)
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         """Answer a conversation."""
         accept(service, body)
