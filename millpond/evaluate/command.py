@@ -114,5 +114,5 @@ def _run(
             def tell(task: str, count: int) -> None:
                 bar.update(done, advance=count, description=task)
 
-            found.append(run(flags.model, one, cases, tell, wave=16))
+            found.append(run(flags.model, one, cases, tell))
     return found[0], found[1] if len(found) > 1 else None

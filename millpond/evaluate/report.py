@@ -28,9 +28,9 @@ def table(report: Report) -> Table:
         "parses": lambda s: _number(s.parses),
         "margin": lambda s: _number(s.margin, ".2f"),
         "cached": lambda s: _number(s.cached, ".2f"),
-        "accepted": lambda s: _number(s.acceptance, ".2f"),
+        "drafts": lambda s: _number(s.acceptance, ".2f"),
         "drift": lambda s: _number(s.drift, ".1e"),
-        "diverged": lambda s: "–" if s.diverged is None else str(s.diverged),
+        "apart": lambda s: "–" if s.diverged is None else str(s.diverged),
         "failed": lambda s: str(s.failed),
     }
     made = Table(
@@ -40,6 +40,7 @@ def table(report: Report) -> Table:
         caption_justify="left",
         box=box.SIMPLE_HEAD,
         pad_edge=False,
+        collapse_padding=True,
     )
     made.add_column("task", no_wrap=True)
     shown = {n: f for n, f in columns.items() if _known(n, report.scores)}
@@ -51,7 +52,7 @@ def table(report: Report) -> Table:
 
 
 def _known(name: str, scores: Sequence[TaskScore]) -> bool:
-    fields = {"accepted": "acceptance", "right": "accuracy"}
+    fields = {"drafts": "acceptance", "right": "accuracy", "apart": "diverged"}
     if name == "failed":
         return any(s.failed for s in scores)
     return any(getattr(s, fields.get(name, name)) is not None for s in scores)

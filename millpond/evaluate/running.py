@@ -14,6 +14,8 @@ TOP = 5
 """Alternatives kept for every token: what two modes are compared on."""
 _OTHER_SPELLING = 8
 """Objects and calls may say the same in this many more tokens."""
+_SHORTEST_WAVE = 16
+"""Cases that are put to an engine together, or as many as it runs at once if that is more."""
 _FREE_TOKENS = 80
 """Room for replies that have no right length."""
 
@@ -86,18 +88,15 @@ def run(
     mode: Mode,
     cases: Sequence[Case],
     tell: Tell | None = None,
-    *,
-    wave: int = 64,
 ) -> Ran:
-    """Open the model in `mode` and put all cases to it, `wave` at a time. Raises `Refused`."""
+    """Open the model in `mode` and put all cases to it. Raises `Refused`."""
     with pipeline(model, mode.engine, mode.speculative) as pipe:
-        return run_with(pipe, mode, cases, tell, wave=wave)
+        return run_with(pipe, mode, cases, tell)
 
 
-def run_with(
-    pipe: Pipeline, mode: Mode, cases: Sequence[Case], tell: Tell | None = None, *, wave: int = 64
-) -> Ran:
-    """The same with an engine that is open already; tasks one after another."""
+def run_with(pipe: Pipeline, mode: Mode, cases: Sequence[Case], tell: Tell | None = None) -> Ran:
+    """The same with an engine that is open already; tasks one after another, a batch at a time."""
+    wave = max(_SHORTEST_WAVE, pipe.service.resolved.max_batch_size)
     outcomes: dict[str, tuple[Outcome, ...]] = {}
     drafts: dict[str, Drafts] = {}
     for task in dict.fromkeys(case.task for case in cases):
