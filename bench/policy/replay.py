@@ -7,6 +7,7 @@ taken. So results are the same on every machine, whatever the time the replay it
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -180,16 +181,14 @@ class Replay:
             eviction_policy=policy.eviction_policy,
         )
         engine = Engine(settings, clock, clock=lambda: clock.now)
+        gc.collect()
+        gc.disable()  # it would look through the whole trace again and again
         began = time.thread_time()  # of the processor: the machine may be busy with other work
-        for arrival, request in zip(self._arrivals, self._requests, strict=True):
-            # Open loop: a prompt comes when its time has come, however busy the engine is.
-            while clock.now < arrival:
-                if not engine.step():
-                    clock.now = arrival
-            engine.submit(request)
-        while engine.step():
-            pass
-        took = time.thread_time() - began
+        try:
+            self._send(engine, clock)
+        finally:
+            took = time.thread_time() - began
+            gc.enable()
         stats = engine.stats()
         index = engine._ledger.index
         result = Result(
@@ -207,6 +206,16 @@ class Replay:
         )
         engine.close(drain=False)
         return result
+
+    def _send(self, engine: Engine, clock: ClockedDevice) -> None:
+        """Open loop: a prompt comes when its time has come, however busy the engine is."""
+        for arrival, request in zip(self._arrivals, self._requests, strict=True):
+            while clock.now < arrival:
+                if not engine.step():
+                    clock.now = arrival
+            engine.submit(request)
+        while engine.step():
+            pass
 
     def _capabilities(self, budget: int) -> Capabilities:
         scale = self._scale
