@@ -78,6 +78,14 @@ class Crowds(HostTower):
         else:
             do()
 
+    @rule(shared=st.sampled_from([300, 600]))
+    def one_of_higher_priority_comes_late(self, shared):
+        wish = {"n": 1, "max_tokens": 3, "min_tokens": 0}
+        self.come([0], shared, wish, in_flight=False)
+        self._step()
+        self.come([3], shared, wish, in_flight=False)
+        self._step()
+
     @rule(which=st.integers(0, 9))
     def preempt(self, which):
         scheduler = self.engine._scheduler

@@ -108,6 +108,7 @@ def test_nobody_is_pushed_out_for_one_that_would_not_fit_anyway():
 
     streams = [submit(1, 300, 1), submit(2, 60, 0)]
     tower.step()
+    tower.step()
     streams.append(submit(3, 400, 1))
     for _ in range(10):
         tower.step()
