@@ -62,6 +62,7 @@ HELP = {
     "api_key": "a key that clients must send; may be given several times",
     "api_key_file": "a file with a key a line",
     "enable_admin": "open the routes that change what others are served",
+    "force_usage": "put usage into every stream, asked for or not",
     "max_queued": "prompts that may wait beside those that run; more are told to come back",
     "max_body": "the largest body of a request, such as 8MiB",
     "url": "the server's address",
@@ -107,6 +108,7 @@ ALIASES = {
     "-tp": "--tp",
     "--tp-size": "--tp",
     "--max-model-len": "--session-len",
+    "--enable-force-include-usage": "--force-usage",
     "--context-length": "--session-len",
     "--max-num-seqs": "--max-batch-size",
     "--max-running-requests": "--max-batch-size",
@@ -210,6 +212,7 @@ class ServeFlags(_Engine):  # type: ignore[valid-type,misc]
     api_key: Annotated[tuple[str, ...], _help("api_key")] = ()
     api_key_file: Annotated[str | None, _help("api_key_file")] = None
     enable_admin: Annotated[bool, _help("enable_admin")] = False
+    force_usage: Annotated[bool, _help("force_usage")] = False
     max_queued: Annotated[int, Field(ge=0, description=HELP["max_queued"])] = 4096
     max_body: Annotated[str, _help("max_body")] = "8MiB"
     drain_seconds: Annotated[float, Field(gt=0, description=HELP["drain_seconds"])] = 30.0

@@ -77,7 +77,7 @@ def status_of(error: MillpondError) -> int:
     if isinstance(error, Busy):
         return 429
     if isinstance(error, Rejected):
-        return 404 if error.code == "model_not_found" else 400
+        return 404 if error.code in ("model_not_found", "not_found") else 400
     return 503 if isinstance(error, Unavailable) else 500
 
 

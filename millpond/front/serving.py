@@ -82,6 +82,7 @@ def _embedded(flags: ServeFlags, address: socket.socket, options: server.Options
 def _run(
     service: Service, flags: ServeFlags, address: socket.socket, options: server.Options
 ) -> int:
+    service.force_usage = flags.force_usage
     service.room = Room(service.resolved.max_batch_size + flags.max_queued)
     return server.serve(service, address, options)
 

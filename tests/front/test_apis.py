@@ -187,6 +187,14 @@ def test_items_that_cannot_be_read_are_refused(server, item):
     assert (reply.status_code, reply.json()["error"]["param"]) == (400, "input")
 
 
+def test_no_response_is_kept(server):
+    made = post(server, TALK, input="hi", store=True)
+    assert made.json()["store"] is False
+    assert made.headers["x-ignored-fields"] == "store"
+    reply = httpx.get(f"{server.url}{TALK}/{made.json()['id']}")
+    assert (reply.status_code, reply.json()["error"]["code"]) == (404, "not_found")
+
+
 # Anthropic.
 
 

@@ -11,6 +11,9 @@ from hypothesis import strategies as st
 
 from millpond.front.routes.chat import ChatRequest
 from millpond.front.routes.completions import CompletionRequest
+from millpond.front.routes.generate import GenerateRequest
+from millpond.front.routes.messages import CountRequest, MessagesRequest
+from millpond.front.routes.responses import ResponsesRequest
 from millpond.front.routes.tokens import DetokenizeRequest, TokenizeRequest
 from millpond.front.text import Tokenizer
 from tests.front.conftest import Running, held, make_service, wait_for
@@ -42,9 +45,24 @@ MESSAGE = st.fixed_dictionaries(
         "tool_call_id": ODD,
     },
 )
+ITEM = st.fixed_dictionaries(
+    {"type": st.sampled_from(["function_call", "function_call_output", "reasoning", "message"])},
+    optional={
+        "content": CONTENT,
+        "output": CONTENT,
+        "call_id": ODD,
+        "name": ODD,
+        "arguments": ODD,
+        "summary": CONTENT,
+    },
+)
 ROUTES = {
     "/v1/chat/completions": ChatRequest,
     "/v1/completions": CompletionRequest,
+    "/v1/responses": ResponsesRequest,
+    "/v1/messages": MessagesRequest,
+    "/v1/messages/count_tokens": CountRequest,
+    "/generate": GenerateRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }
@@ -61,7 +79,11 @@ def sent(draw: st.DrawFn) -> tuple[str, dict]:
         "prompt": draw(st.sampled_from(["x", ["x", "y"], [5, 6], [[1], [2, 3]]])),
         "tokens": [5, 6],
         "max_tokens": 4,
+        "text": "x",
+        "input": draw(st.one_of(st.just("x"), st.lists(st.one_of(MESSAGE, ITEM), max_size=3))),
     }
+    if path == "/v1/responses":
+        del body["text"], body["prompt"]
     body |= {n: draw(MESSAGE.map(lambda m: [m]) if n == "messages" else ODD) for n in names}
     return path, body | draw(st.dictionaries(st.text(max_size=8), ODD, max_size=2))
 

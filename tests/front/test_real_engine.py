@@ -111,6 +111,15 @@ def test_usage_metric_log_and_response_agree_on_how_prompts_met_the_cache(server
     assert (again.prefix, again.cached_tokens) == ("hit", 192)
 
 
+def test_usage_says_why_each_prompt_of_a_request_was_or_was_not_reused(server):
+    """Too short to be cached, new, and found again are three different things to a client."""
+    body = {"prompt": [[7] * 30, [(5 * i) % 2000 for i in range(200)]], "max_tokens": 1}
+    for met, cached in (({"never_seen": 200}, 0), ({"hit": 192}, 192)):
+        usage = post(server, COMPLETE, body).json()["usage"]["prompt_tokens_details"]
+        assert usage["prefix_outcomes"].items() >= {"too_short": 30, **met}.items()
+        assert usage["cached_tokens"] == cached
+
+
 def test_a_batch_answers_as_its_prompts_alone_do(pipe):
     prompts = [f"Question {i}?" for i in range(6)]
     alone = [pipe(p, GREEDY).token_ids for p in prompts]

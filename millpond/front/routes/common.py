@@ -27,6 +27,7 @@ ERRORS: dict[int | str, dict[str, Any]] = {
     401: {"description": "No key, or not one of this server's"},
     403: {"description": "The routes that change what others are served are closed"},
     404: {"description": "No such model"},
+    408: {"description": "The body did not arrive in time"},
     413: {"description": "The body is larger than this server reads"},
     429: {"description": "More requests than this server queues; Retry-After says when to return"},
     500: {"description": "A fault of the server's own"},

@@ -14,7 +14,7 @@ from millpond.engine.constraint import Constraint
 from millpond.errors import Rejected
 from millpond.front.answer import Ask
 from millpond.front.parsing.wish import ToolWish
-from millpond.front.routes.common import STREAMED, accept, limit_of, respond
+from millpond.front.routes.common import STREAMED, accept, documented, limit_of, respond
 from millpond.front.routes.items import ResponseView
 from millpond.front.routes.talk import Talk, text_of, unread
 from millpond.front.schema import Sampling, Text
@@ -115,6 +115,15 @@ def routes(service: Service) -> APIRouter:
                 "max_tokens": "max_output_tokens",
                 "reasoning_effort": "reasoning",
             },
+        )
+
+    @router.get("/v1/responses/{response_id}", responses=documented(401, 404))
+    async def stored(response_id: str) -> Response:
+        """No response is ever found: none is stored."""
+        raise Rejected(
+            f"{response_id} is not here: responses are not stored",
+            param="response_id",
+            code="not_found",
         )
 
     return router
