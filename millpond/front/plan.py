@@ -48,6 +48,7 @@ def table(resolved: Resolved, facts: ModelFacts) -> Table:
     reuse = f"{r.prefill_save_alignment:,} tokens" if r.checkpoint_mode != "off" else "none"
     made.add_row("smallest reusable prefix", "", reuse, "")
     made.add_row("checkpoints", "", r.checkpoint_mode, "")
+    made.add_row("drafts a step", "", str(r.num_draft_tokens), "")
     for note in r.notes:
         made.add_row(f"[yellow]note[/yellow] {note}", "", "", "")
     return made
