@@ -80,8 +80,8 @@ def wrong_page(case: Handoff, other: Handoff) -> Memory:
     for page in range(num_pages(case.cut)):
         made = case.memory.clone()
         made.pages[page] = _page_of(other, page)
-        scored = case.goes_on(made)
-        likely = min((s.logprob for s in scored), default=0.0)
+        *said, _ = case.goes_on(made)  # which of several tokens ends the turn does not count
+        likely = min((s.logprob for s in said), default=0.0)
         if likely < least:
             worst, least = made, likely
     return worst
