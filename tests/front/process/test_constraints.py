@@ -15,3 +15,10 @@ def test_a_bad_grammar_is_a_400_from_the_other_process_and_the_next_request_is_s
         assert (reply.status_code, reply.json()["error"]["param"]) == (400, "guided_json")
     reply = httpx.post(served.url + COMPLETE, json={"prompt": "x", "max_tokens": 2}, timeout=30)
     assert reply.status_code == 200
+
+
+def test_usage_can_be_forced_into_streams_by_a_flag(serve):
+    served = serve("open_quick", "--force-usage")
+    body = {"prompt": "x", "max_tokens": 2, "stream": True}
+    lines = httpx.post(served.url + COMPLETE, json=body, timeout=30).text.split("\n\n")
+    assert '"completion_tokens":2' in lines[-3]
