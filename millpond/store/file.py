@@ -271,9 +271,9 @@ class FileStore:
             for partial in group.values():
                 self._settle(partial)
         failed = {p.path: p.error for p in group.values() if p.error is not None}
-        for error in failed.values():
-            if error.errno not in FULL:
-                raise self._lost(error) from error
+        for failure in failed.values():
+            if failure.errno not in FULL:
+                raise self._lost(failure) from failure
         if failed:  # the disk is smaller than the capacity, or others fill it: room for the next
             self._free(self._held - sum(group[path].size for path in failed))
         return [
