@@ -13,10 +13,10 @@ ARGS    ?=
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test clients check interp gpu machine bench docs soak changes clean
+.PHONY: help setup demo test clients load-clients check interp gpu machine bench docs soak changes clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 # The interpreter is checked first: an old one fails much later, with a message about something else.
 $(BIN)/python:
@@ -59,6 +59,9 @@ CLIENTS := $(foreach kit,kit litellm lm-eval,$(VENV)/clients/$(kit)/.installed)
 
 clients: $(VENV)/.installed-dev $(CLIENTS) ## programs of others against our server: langchain, litellm, llm, lm-eval, schemathesis
 	$(PYTEST) -n $(WORKERS) --dist worksteal --timeout 400 -m clients tests/front/clients $(ARGS)
+
+load-clients: $(VENV)/.installed-dev ## two load clients of other engines (large downloads); make clients then runs them, too
+	$(PY) tools/load_clients.py $(VENV)/clients/load
 
 check: $(VENV)/.installed-dev ## formatting, linting, types, import contracts, docs links, faults index (under a minute)
 	$(PY) tools/check.py
