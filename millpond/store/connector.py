@@ -189,7 +189,9 @@ class Connector:
             job, whole = one.job, one.report
             self._count(job, whole)
         if isinstance(job, Get) and whole.why in ("absent", "damaged") and self.num_ranks > 1:
-            self._begin(Forget(number=next(self._numbers), record=job.record), self._ranks)
+            self._begin(
+                Forget(number=next(self._numbers), epoch=job.epoch, record=job.record), self._ranks
+            )
         if not isinstance(job, Forget):
             self._on_end(job, whole)
 

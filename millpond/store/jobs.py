@@ -6,16 +6,19 @@ from dataclasses import dataclass, field
 
 from millpond.state.checkpoint import AnchorKind
 from millpond.store.memory import Parts
-from millpond.store.record import Manifest
+from millpond.store.record import Manifest, new_generation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Validity:
-    """Which records count: begun at `not_before` or later (wall clock), of no generation `retired`.
+class Epoch:
+    """Under which names an engine stores at present, and which records count.
 
-    A change of epoch moves both, so that nothing older is found.
+    `namespaces` are those of its ranks, `generation` is its own. Records count when they were begun
+    at `not_before` or later (wall clock), in no generation of `retired`: nothing older is found.
     """
 
+    namespaces: tuple[str, ...]
+    generation: bytes = field(default_factory=new_generation)
     not_before: float = 0.0
     retired: frozenset[bytes] = frozenset()
 
@@ -23,18 +26,26 @@ class Validity:
         """Whether a record counts."""
         return manifest.began >= self.not_before and manifest.generation not in self.retired
 
+    def next(self, now: float, namespaces: tuple[str, ...] | None = None) -> Epoch:
+        """The one that begins now, under other names if the weights are others."""
+        return Epoch(
+            namespaces=self.namespaces if namespaces is None else namespaces,
+            not_before=now,
+            retired=self.retired | {self.generation},
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
     """Find the deepest record of `tokens` that ends in `floor < end <= limit`, on a `step`."""
 
     number: int
+    epoch: Epoch
     root: bytes
-    tokens: tuple[int, ...]
+    tokens: bytes  # 4 each
     floor: int
     limit: int
     step: int
-    validity: Validity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,13 +53,12 @@ class Put:
     """Store the record of `tokens`: `parts` are its slot and all its pages."""
 
     number: int
+    epoch: Epoch
     root: bytes
-    tokens: tuple[int, ...]
+    tokens: bytes  # 4 each
     parts: Parts
-    generation: bytes
     began: float
     kind: AnchorKind
-    validity: Validity
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -56,6 +66,7 @@ class Get:
     """Fill the slot and the pages of `parts`, the last ones of the record's, from a record."""
 
     number: int
+    epoch: Epoch
     record: Record
     parts: Parts
 
@@ -65,6 +76,7 @@ class Forget:
     """One rank found a record not to be whole: the others shall not offer theirs again."""
 
     number: int
+    epoch: Epoch
     record: Record
 
 

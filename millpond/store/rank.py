@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from millpond.errors import Refused
 from millpond.store.backend import Backend, BackendStats, StoreUnavailable
 from millpond.store.door import Door
-from millpond.store.jobs import Forget, Get, Job, Lookup, Put, Record, Report, Validity
+from millpond.store.jobs import Epoch, Forget, Get, Job, Lookup, Put, Record, Report
 from millpond.store.memory import Parts, RankMemory, batches
 from millpond.store.record import PAGE, Keys, Manifest, chain, checksum, manifest_bytes
 from millpond.telemetry import logger
@@ -38,22 +38,18 @@ class _Failed(Exception):
 class RankStore:
     """Works off jobs in three lanes, each with a thread: lookups wait for no get, gets for no put.
 
-    `namespaces` are those of all ranks: a lookup finds what every one of them has. `report` is
-    called from the threads, once for every job.
+    A lookup finds what every rank has. `report` is called from the threads, once for every job.
     """
 
     def __init__(
         self,
         rank: int,
-        namespaces: Sequence[str],
         memory: RankMemory,
         door: Door,
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.rank = rank
-        self._keys = Keys(namespaces[rank])
-        self._all_keys = [Keys(namespace) for namespace in namespaces]
         self._memory = memory
         self._door = door
         self._clock = clock
@@ -150,29 +146,31 @@ class RankStore:
             some = ends[at : at + count]
             at, count = at + count, NEXT_LOOKS
             whole = [True] * len(some)
-            for keys in self._all_keys:
+            for namespace in job.epoch.namespaces:
+                keys = Keys(namespace)
                 there = backend.exists([keys.manifest(digests[end // PAGE - 1]) for end in some])
                 whole = [have and more for have, more in zip(whole, there, strict=True)]
             for end in (end for end, have in zip(some, whole, strict=True) if have):
-                manifest = self._manifest(backend, digests[end // PAGE - 1], end, job.validity)
+                manifest = self._manifest(backend, digests[end // PAGE - 1], end, job.epoch)
                 if manifest is not None:
                     return Record(tuple(digests[: end // PAGE]), manifest)
-                backend.remove([self._keys.manifest(digests[end // PAGE - 1])])
+                backend.remove([self._keys(job.epoch).manifest(digests[end // PAGE - 1])])
         raise _Failed("absent")
 
     def _put(self, backend: Backend, job: Put) -> int:
-        end = len(job.tokens)
+        end, keys = len(job.tokens) // 4, self._keys(job.epoch)
         digests = chain(job.root, job.tokens, end)
         digest = digests[-1]
-        if self._manifest(backend, digest, end, job.validity) is not None:
+        if self._manifest(backend, digest, end, job.epoch) is not None:
             raise _Failed("present")
-        if job.generation != self._generation:
-            self._generation = job.generation
+        generation = job.epoch.generation
+        if generation != self._generation:
+            self._generation = generation
             self._sums.clear()
         missing = self._missing(backend, digests, job)
         todo = Parts(job.parts.slot, tuple(job.parts.pages[at] for at in missing))
-        names = [self._keys.state(digest, job.generation)]
-        names += [self._keys.page(digests[at], job.generation) for at in missing]
+        names = [keys.state(digest, generation)]
+        names += [keys.page(digests[at], generation) for at in missing]
         sums: list[int] = []
         moved = 0
         for batch in batches(self._memory, todo):
@@ -187,9 +185,9 @@ class RankStore:
         for at, value in zip(missing, sums[1:], strict=True):
             self._sums[digests[at]] = value
         manifest = Manifest(
-            namespace=self._keys.namespace,
+            namespace=keys.namespace,
             digest=digest,
-            generation=job.generation,
+            generation=generation,
             end=end,
             slot_bytes=self._memory.slot_bytes,
             page_bytes=self._memory.page_bytes,
@@ -201,30 +199,30 @@ class RankStore:
             self._sums.popitem(last=False)
         self._check(job)
         packed = memoryview(bytearray(manifest.pack()))
-        if not backend.put([(self._keys.manifest(digest), packed)])[0]:
+        if not backend.put([(keys.manifest(digest), packed)])[0]:
             raise _Failed("full")
         return moved + packed.nbytes
 
     def _missing(self, backend: Backend, digests: Sequence[bytes], job: Put) -> list[int]:
         """Which pages the store has not got in this generation; nobody else puts any of it."""
         known = [at for at, link in enumerate(digests) if link in self._sums]
-        keys = [self._keys.page(digests[at], job.generation) for at in known]
+        names = [self._keys(job.epoch).page(digests[at], self._generation) for at in known]
         gone = set()
-        if keys:
-            there = backend.exists(keys)
+        if names:
+            there = backend.exists(names)
             gone = {at for at, have in zip(known, there, strict=True) if not have}
         for at in known:
             self._sums.move_to_end(digests[at])
         return [at for at, link in enumerate(digests) if at in gone or link not in self._sums]
 
     def _get(self, backend: Backend, job: Get) -> int:
-        digests, end = job.record.digests, job.record.end
-        manifest = self._manifest(backend, digests[-1], end, Validity())
+        digests, end, keys = job.record.digests, job.record.end, self._keys(job.epoch)
+        manifest = self._manifest(backend, digests[-1], end, job.epoch)
         if manifest is None or manifest.generation != job.record.manifest.generation:
             raise _Failed("absent")
         first = len(digests) - len(job.parts.pages)
-        names = [self._keys.state(digests[-1], manifest.generation)]
-        names += [self._keys.page(link, manifest.generation) for link in digests[first:]]
+        names = [keys.state(digests[-1], manifest.generation)]
+        names += [keys.page(link, manifest.generation) for link in digests[first:]]
         sums = [manifest.sums[0], *manifest.sums[1 + first :]]
         moved = at = 0
         for batch in batches(self._memory, job.parts):
@@ -234,12 +232,12 @@ class RankStore:
                 there = backend.get(list(zip(some, views, strict=True)))
                 if not all(there):
                     gone = [name for name, have in zip(some, there, strict=True) if not have]
-                    self._drop(backend, digests[-1], manifest, gone)
+                    self._drop(backend, keys, manifest, gone)
                     raise _Failed("absent")
                 right = [checksum(view) for view in views]
                 if right != sums[at : at + len(views)]:
                     pairs = zip(some, right, sums[at : at + len(views)], strict=True)
-                    self._drop(backend, digests[-1], manifest, [n for n, a, b in pairs if a != b])
+                    self._drop(backend, keys, manifest, [n for n, a, b in pairs if a != b])
                     raise _Failed("damaged")
                 moved += sum(view.nbytes for view in views)
                 at += len(views)
@@ -247,39 +245,39 @@ class RankStore:
 
     def _forget(self, backend: Backend, job: Forget) -> None:
         # Whatever its generation: where ranks hold different ones, none is of use.
-        self._drop(backend, job.record.digests[-1], job.record.manifest, ())
+        self._drop(backend, self._keys(job.epoch), job.record.manifest, ())
 
     # Manifests.
 
-    def _manifest(
-        self, backend: Backend, digest: bytes, end: int, validity: Validity
-    ) -> Manifest | None:
+    def _manifest(self, backend: Backend, digest: bytes, end: int, epoch: Epoch) -> Manifest | None:
         """This rank's manifest of a record; one that does not count makes room for another.
 
         One of the wrong length looks like none here, and is removed by whoever saw that it exists.
         """
-        key = self._keys.manifest(digest)
+        keys = self._keys(epoch)
+        key = keys.manifest(digest)
         data = memoryview(bytearray(manifest_bytes(end)))
         if not backend.get([(key, data)])[0]:
             return None
-        found = Manifest.unpack(data, self._keys.namespace, digest)
+        found = Manifest.unpack(data, keys.namespace, digest)
         sizes = (self._memory.slot_bytes, self._memory.page_bytes)
         if (
             found is not None
             and (found.slot_bytes, found.page_bytes) == sizes
             and found.end == end
-            and validity.covers(found)
+            and epoch.covers(found)
         ):
             return found
         backend.remove([key])
         return None
 
-    def _drop(
-        self, backend: Backend, digest: bytes, manifest: Manifest, bad: Sequence[str]
-    ) -> None:
+    def _drop(self, backend: Backend, keys: Keys, manifest: Manifest, bad: Sequence[str]) -> None:
         """A record is not whole: nobody shall try it again."""
-        state = self._keys.state(digest, manifest.generation)
-        backend.remove([self._keys.manifest(digest), state, *bad])
+        state = keys.state(manifest.digest, manifest.generation)
+        backend.remove([keys.manifest(manifest.digest), state, *bad])
+
+    def _keys(self, epoch: Epoch) -> Keys:
+        return Keys(epoch.namespaces[self.rank])
 
 
 class _Lane:

@@ -43,11 +43,15 @@ def record_root(*, cache_salt: str, adapter: str = "") -> bytes:
     )
 
 
-def chain(root: bytes, tokens: Sequence[int], end: int) -> list[bytes]:
-    """The digest after each whole page of `tokens[:end]`, shallowest first."""
-    packed = array("i", tokens[: end // PAGE * PAGE]).tobytes()
+def pack_tokens(tokens: Sequence[int]) -> bytes:
+    """Token ids, 4 bytes each."""
+    return array("i", tokens).tobytes()
+
+
+def chain(root: bytes, packed: bytes, end: int) -> list[bytes]:
+    """The digest after each whole page of the first `end` tokens, shallowest first."""
     width, link, found = 4 * PAGE, root, []
-    for at in range(0, len(packed), width):
+    for at in range(0, min(len(packed), 4 * end) // width * width, width):
         link = page_digest(link, packed[at : at + width])
         found.append(link)
     return found

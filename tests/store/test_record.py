@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from millpond.state.checkpoint import AnchorKind
 from millpond.store.identity import Identity
-from millpond.store.jobs import Validity
-from millpond.store.record import Manifest, chain, manifest_bytes, record_root
+from millpond.store.jobs import Epoch
+from millpond.store.record import Manifest, chain, manifest_bytes, pack_tokens, record_root
 from tests.store.worlds import World, identity
 
 DICE = random.Random(1)
@@ -71,8 +71,9 @@ def test_whatever_shapes_the_bytes_shapes_the_namespace():
 
 def test_salts_keep_chains_apart_and_a_chain_ends_at_whole_pages():
     one, two = record_root(cache_salt="a"), record_root(cache_salt="b")
-    assert not set(chain(one, TOKENS, 320)) & set(chain(two, TOKENS, 320))
-    assert chain(one, TOKENS, 319) == chain(one, TOKENS, 320)[:4]
+    packed = pack_tokens(TOKENS)
+    assert not set(chain(one, packed, 320)) & set(chain(two, packed, 320))
+    assert chain(one, packed, 319) == chain(one, packed, 320)[:4]
 
 
 def test_a_record_comes_back_byte_for_byte_into_other_slots_and_pages(world):
@@ -124,7 +125,7 @@ def test_generations_never_mix(world):
     world.put(TOKENS[:128], 1, [0, 1])
     key = next(key for key in world.shelf.objects if "/m/" in key)
     first = world.shelf.objects.pop(key)
-    other.put(TOKENS[:128], 1, [0, 1], generation=b"87654321")
+    other.put(TOKENS[:128], 1, [0, 1])
     found = world.lookup(TOKENS)
     assert world.get(found, 5, [7, 8]).why == ""
     assert world.bytes_of(5, [7, 8]) == other.bytes_of(1, [0, 1])
@@ -160,11 +161,11 @@ def test_a_full_store_gets_no_manifest(world):
 
 def test_what_began_before_an_epoch_or_in_a_retired_generation_is_not_found(world):
     world.put(TOKENS[:128], 1, [0, 1])
-    assert world.lookup(TOKENS, validity=Validity(not_before=2.0)).why == "absent"
-    world.put(TOKENS[:128], 1, [0, 1], began=3.0, validity=Validity(not_before=2.0))
-    assert world.lookup(TOKENS, validity=Validity(not_before=2.0)).record.end == 128
-    retired = Validity(retired=frozenset({b"12345678"}))
-    assert world.lookup(TOKENS, validity=retired).why == "absent"
+    later = world.epoch.next(2.0)
+    assert world.lookup(TOKENS, epoch=later).why == "absent"
+    world.put(TOKENS[:128], 1, [0, 1], began=3.0, epoch=later)
+    assert world.lookup(TOKENS, epoch=later).record.end == 128
+    assert world.lookup(TOKENS, epoch=later.next(0.0)).why == "absent"
 
 
 def test_two_ranks_are_one_record():
@@ -186,9 +187,11 @@ def test_ranks_of_different_generations_come_together_again():
     world.put(TOKENS[:128], 1, [0, 1])
     second = identity(tp_size=2).namespace(1)
     del world.shelf.objects[next(k for k in world.shelf.objects if k.startswith(f"{second}/m/"))]
-    world.put(TOKENS[:128], 1, [0, 1], generation=b"87654321")  # by the second rank alone
+    world.put(
+        TOKENS[:128], 1, [0, 1], epoch=Epoch(namespaces=world.epoch.namespaces)
+    )  # by the second rank alone
     assert world.get(world.lookup(TOKENS), 5, [7, 8]).why == "absent"
-    world.put(TOKENS[:128], 1, [0, 1], generation=b"87654321")
+    world.put(TOKENS[:128], 1, [0, 1])
     assert world.get(world.lookup(TOKENS), 5, [7, 8]).why == ""
     world.close()
 

@@ -14,13 +14,12 @@ from millpond.store.backend import BackendStats, Item, StoreUnavailable
 from millpond.store.connector import Connector, Limits
 from millpond.store.door import Door
 from millpond.store.identity import Identity
-from millpond.store.jobs import Get, Job, Lookup, Put, Report, Validity
+from millpond.store.jobs import Epoch, Get, Job, Lookup, Put, Report
 from millpond.store.memory import HostMemory, Parts
 from millpond.store.rank import RankStore
-from millpond.store.record import record_root
+from millpond.store.record import pack_tokens, record_root
 
 SLOT, PAGE = 96, 40
-GENERATION = b"12345678"
 
 
 def identity(**changes: object) -> Identity:
@@ -136,7 +135,8 @@ class World:
     ) -> None:
         self.shelf = shelf or Shelf()
         who = who or identity(tp_size=num_ranks)
-        names = [who.namespace(rank) for rank in range(num_ranks)]
+        names = tuple(who.namespace(rank) for rank in range(num_ranks))
+        self.epoch = Epoch(namespaces=names)
         self.stores = [ScriptedStore(self.shelf) for _ in range(num_ranks)]
         self.memories = [arenas(seed=seed + rank) for rank in range(num_ranks)]
         self.doors = [
@@ -144,8 +144,7 @@ class World:
             for store, memory in zip(self.stores, self.memories, strict=True)
         ]
         ranks = [
-            RankStore(rank, names, self.memories[rank], self.doors[rank])
-            for rank in range(num_ranks)
+            RankStore(rank, self.memories[rank], self.doors[rank]) for rank in range(num_ranks)
         ]
         self.connector = Connector(ranks, self.memories[0], "scripted", limits)
         self.ended: queue.SimpleQueue[tuple[Job, Report]] = queue.SimpleQueue()
@@ -159,31 +158,32 @@ class World:
     def put(self, tokens: Sequence[int], slot: int, pages: Sequence[int], **changes) -> Report:
         given = dict(
             number=0,
+            epoch=self.epoch,
             root=record_root(cache_salt=""),
-            tokens=tuple(tokens),
+            tokens=pack_tokens(tokens),
             parts=parts(slot, pages),
-            generation=GENERATION,
             began=1.0,
             kind=AnchorKind.PROMPT_END,
-            validity=Validity(),
         )
         return self.do(Put(**{**given, **changes}))
 
     def lookup(self, tokens: Sequence[int], **changes) -> Report:
         given = dict(
             number=0,
+            epoch=self.epoch,
             root=record_root(cache_salt=""),
-            tokens=tuple(tokens),
+            tokens=pack_tokens(tokens),
             floor=0,
             limit=len(tokens),
             step=64,
-            validity=Validity(),
         )
         return self.do(Lookup(**{**given, **changes}))
 
     def get(self, report: Report, slot: int, pages: Sequence[int]) -> Report:
         assert report.record is not None
-        return self.do(Get(number=0, record=report.record, parts=parts(slot, pages)))
+        return self.do(
+            Get(number=0, epoch=self.epoch, record=report.record, parts=parts(slot, pages))
+        )
 
     def bytes_of(self, slot: int, pages: Sequence[int], rank: int = 0) -> list[bytes]:
         with self.memories[rank].reading(parts(slot, pages)) as views:
