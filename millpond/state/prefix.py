@@ -9,19 +9,13 @@ releasing, and what somebody else holds too is not evicted.
 from __future__ import annotations
 
 import heapq
-from array import array
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Iterator, Sequence
 from itertools import count
 
 from millpond.errors import Broken, LeaseError
-from millpond.state.checkpoint import (
-    AnchorKind,
-    Checkpoint,
-    CheckpointKey,
-    page_digest,
-    root_digest,
-)
+from millpond.state.chain import Chains
+from millpond.state.checkpoint import AnchorKind, Checkpoint, CheckpointKey, root_digest
 from millpond.state.lease import Phase, ReaderLease, SlotId
 from millpond.state.pages import PageHandle, PagePool
 from millpond.state.pool import StatePool
@@ -32,9 +26,6 @@ __all__ = ["PageNode", "PrefixIndex", "PrefixMatch"]
 
 REMEMBERED_EVICTIONS = 4096
 """Keys of evicted checkpoints kept to tell `evicted` from `never_seen`."""
-
-REMEMBERED_CHAINS = 8
-"""Prompts, by their first page, whose digests are kept so as not to compute them again."""
 
 
 class PrefixIndex:
@@ -69,7 +60,7 @@ class PrefixIndex:
         self._clock = count(1)
         self.hits: Counter[AnchorKind] = Counter()
         self.evicted: Counter[AnchorKind] = Counter()  # for want of room
-        self._hashed: OrderedDict[tuple[bytes, bytes], list[tuple[bytes, bytes]]] = OrderedDict()
+        self._chains = Chains(page_size)
 
     # Find.
 
@@ -82,7 +73,7 @@ class PrefixIndex:
         node, found, hit = root, 0, None
         was_evicted = lies_past_limit = False
         pages: list[PageHandle] = []
-        for end, digest, page in self._chain(tokens, len(tokens), salt):
+        for end, digest, page in self._chains.of(tokens, len(tokens), salt):
             if node is not None:
                 node = node.children.get(digest)
                 if node is not None and node.tokens != page:
@@ -131,6 +122,16 @@ class PrefixIndex:
         self._touch(checkpoint, self._checkpoints[checkpoint])
         return lease
 
+    def pages_of(self, tokens: Sequence[int], salt: bytes, end: int) -> list[PageHandle]:
+        """The indexed pages of `tokens[:end]`, as far as they go, whatever states there are."""
+        node, found = self._roots.get(salt), []
+        for _, digest, page in self._chains.of(tokens, end, salt):
+            node = None if node is None else node.children.get(digest)
+            if node is None or node.tokens != page:
+                break
+            found.append(node.page)
+        return found
+
     # Publish.
 
     def publish(
@@ -153,7 +154,7 @@ class PrefixIndex:
         root = self._roots.get(salt) or PageNode(None, root_digest(salt), b"", NO_PAGE, 0, salt)
         node, above = root, None
         fresh: list[PageNode] = []
-        for depth, (_, digest, page) in enumerate(self._chain(tokens, end, salt)):
+        for depth, (_, digest, page) in enumerate(self._chains.of(tokens, end, salt)):
             child = node.children.get(digest) if not fresh else None
             if child is None:
                 child = PageNode(node, digest, page, handles[depth], depth + 1, salt)
@@ -198,6 +199,10 @@ class PrefixIndex:
         if victim is not None:
             self._drop(victim, evicted=True)
         return victim is not None
+
+    def next_victim(self, among: Collection[Checkpoint]) -> Checkpoint | None:
+        """Of these, the one that would go first, if one may go; nothing is given up."""
+        return self.order.least(lambda c: c in among and self._frees_a_slot(c))
 
     def evict_pages(self, n: int) -> int:
         """Free up to `n` pages, leaf first; returns how many.
@@ -299,27 +304,6 @@ class PrefixIndex:
             node = rest.pop()
             yield node
             rest.extend(node.children.values())
-
-    def _chain(
-        self, tokens: Sequence[int], end: int, salt: bytes
-    ) -> Iterator[tuple[int, bytes, bytes]]:
-        """(end, digest, tokens as bytes) of each whole page of `tokens[:end]`, shallowest first."""
-        size = self.page_size
-        ids = array("i", tokens if end == len(tokens) else tokens[:end])
-        packed, width = ids.tobytes(), ids.itemsize * size
-        digest = root_digest(salt)
-        # A prompt comes several times: to be matched, and for each of its anchors.
-        known = self._hashed.setdefault((salt, packed[:width]), [])
-        if len(self._hashed) > REMEMBERED_CHAINS:
-            self._hashed.popitem(last=False)
-        for depth, at in enumerate(range(0, len(packed) - width + 1, width)):
-            page = packed[at : at + width]
-            if depth < len(known) and known[depth][0] == page:
-                digest = known[depth][1]
-            else:
-                digest = page_digest(digest, page)
-                known[depth:] = [(page, digest)]
-            yield (depth + 1) * size, digest, page
 
     def _require_whole(
         self, tokens: Sequence[int], end: int, handles: Sequence[PageHandle], lease: ReaderLease

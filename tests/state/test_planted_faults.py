@@ -10,6 +10,7 @@ from hypothesis import Verbosity, settings
 from hypothesis.stateful import run_state_machine_as_test
 
 from millpond.errors import Broken, Exhausted
+from millpond.state.chain import Chains
 from millpond.state.checkpoint import Checkpoint
 from millpond.state.lease import (
     IoLease,
@@ -250,20 +251,20 @@ def a_key_trusted_without_its_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
         def __ne__(self, other: object) -> bool:
             return False
 
-    honest = PrefixIndex._chain
+    honest = Chains.of
 
     def chain(
-        index: PrefixIndex, tokens: Sequence[int], end: int, salt: bytes
+        chains: Chains, tokens: Sequence[int], end: int, salt: bytes
     ) -> Iterator[tuple[int, bytes, bytes]]:
-        for page_end, digest, page in honest(index, tokens, end, salt):
+        for page_end, digest, page in honest(chains, tokens, end, salt):
             yield page_end, digest, Alike(page)
 
     def weak(above: bytes, page: bytes) -> bytes:
         return bytes([(sum(above) + sum(page)) % 2])
 
-    monkeypatch.setattr("millpond.state.prefix.page_digest", weak)
+    monkeypatch.setattr("millpond.state.chain.page_digest", weak)
     monkeypatch.setattr("millpond.state.audit.page_digest", weak)
-    monkeypatch.setattr(PrefixIndex, "_chain", chain)
+    monkeypatch.setattr(Chains, "of", chain)
 
 
 @fault

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 
 from millpond.errors import Broken, LeaseError
-from millpond.state import prefix
+from millpond.state import chain, prefix
 from millpond.state.checkpoint import AnchorKind, Checkpoint, prefix_salt
 from millpond.state.lease import ReaderLease
 from millpond.state.pages import PageHandle, PagePool
@@ -108,7 +108,7 @@ def test_salts_of_different_parts_are_different() -> None:
 
 
 def test_tokens_are_compared_not_only_hashed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prefix, "page_digest", lambda above, page: b"alike")
+    monkeypatch.setattr(chain, "page_digest", lambda above, page: b"alike")
     shelf = Shelf()
     assert shelf.publish(run(1))
     assert shelf.match(run(2, 3)).reason == "never_seen"
@@ -386,13 +386,13 @@ def test_digests_are_computed_once_for_what_a_prompt_has_in_common(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pages: list[bytes] = []
-    honest = prefix.page_digest
+    honest = chain.page_digest
 
     def counted(above: bytes, page: bytes) -> bytes:
         pages.append(page)
         return honest(above, page)
 
-    monkeypatch.setattr(prefix, "page_digest", counted)
+    monkeypatch.setattr(chain, "page_digest", counted)
     shelf = Shelf()
     for end in (1, 2, 3):
         shelf.publish(run(1, 2, 3), end * PAGE)
@@ -402,4 +402,29 @@ def test_digests_are_computed_once_for_what_a_prompt_has_in_common(
     assert shelf.match(run(1, 2, 3, 4)).end == 3 * PAGE
     for other in range(20, 40):
         shelf.match(run(other, 2, 3))
-    assert len(shelf.index._hashed) <= prefix.REMEMBERED_CHAINS
+    assert len(shelf.index._chains._hashed) <= chain.REMEMBERED_CHAINS
+
+
+def test_pages_are_told_as_far_as_they_go_with_or_without_a_state() -> None:
+    shelf = Shelf()
+    shelf.publish(run(1, 2, 3))
+    known = [node.page for node in shelf.index.nodes()]
+    salt = next(shelf.index.nodes()).salt
+    assert shelf.index.pages_of(run(1, 2, 9), salt, 3 * PAGE) == known[:2]
+    shelf.index.evict_slot()
+    assert shelf.index.pages_of(run(1, 2, 3, 4), salt, 2 * PAGE) == known[:2]
+    assert shelf.index.pages_of(run(2), salt, PAGE) == []
+
+
+def test_the_next_victim_is_told_and_stays() -> None:
+    shelf = Shelf()
+    shelf.publish(run(1, 2))
+    shelf.publish(run(5, 6, 7))
+    both = list(shelf.index.checkpoints())
+    victim = shelf.index.next_victim(both)
+    assert victim in both
+    assert shelf.index.num_checkpoints == 2
+    other = next(one for one in both if one is not victim)
+    assert shelf.index.next_victim([other]) is other
+    shelf.index.evict_slot()
+    assert list(shelf.index.checkpoints()) == [other]
