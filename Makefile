@@ -34,14 +34,22 @@ $(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
 	$(PY) -m pip install --quiet "$(TORCH)" --editable '.[dev]'
 	@touch $@
 
-setup: $(VENV)/.installed-dev ## development environment in .venv, and the commit hooks
+# Mooncake's programs want libraries that a plain Debian lacks; the tests start a real store and do not skip.
+MOONCAKE := libibverbs1 libnuma1 libcurl4
+$(VENV)/.libraries: $(VENV)/.installed-dev
+	@$(PY) -c 'import mooncake.store' 2>/dev/null \
+	  || { test "$$(id -u)" = 0 && apt-get update -qq && apt-get install -y -qq --no-install-recommends $(MOONCAKE) >/dev/null; } \
+	  || echo "The tests of the Mooncake Store will fail without: apt-get install $(MOONCAKE)"
+	@touch $@
+
+setup: $(VENV)/.installed-dev $(VENV)/.libraries ## development environment in .venv, and the commit hooks
 	@git rev-parse --git-dir >/dev/null 2>&1 && $(BIN)/pre-commit install || echo "not a git checkout: no commit hooks installed"
 
 demo: $(VENV)/.installed ## a trained model answers, then a prefix cache demonstration (CPU, no download)
 	$(BIN)/millpond chat "What is 2 + 2? Answer briefly."
 	$(PY) examples/prefix_cache.py
 
-test: $(VENV)/.installed-dev ## CPU tests; PROFILE=dev, ci or nightly, WORKERS=n, ARGS='...' for pytest
+test: $(VENV)/.installed-dev $(VENV)/.libraries ## CPU tests; PROFILE=dev, ci or nightly, WORKERS=n, ARGS='...' for pytest
 	$(PYTEST) -n $(WORKERS) --dist worksteal --hypothesis-profile $(PROFILE) $(ARGS)
 
 # Programs of others live apart from ours, and one of them apart from the rest; each with its own pins.

@@ -112,6 +112,8 @@ class PytorchEngineConfig(Strict):
     adapters: dict[str, str] | None = None
     enable_return_routed_experts: bool = False
     kv_transfer_config: dict[str, Any] | None = None
+    store: str | None = None
+    store_size: str | int | None = None
     store_optional: bool = False
 
 
@@ -126,6 +128,8 @@ NOT_SERVED = {
     "adapters": "adapters",
     "enable_return_routed_experts": "routed-expert output",
     "kv_transfer_config": "an external KV and state store",
+    "store": "an external KV and state store",
+    "store_size": "an external KV and state store",
     "store_optional": "an external KV and state store",
 }
 

@@ -42,7 +42,10 @@ class Arena:
 
 
 class BackendContract:
-    """The tests. A subclass gives a fixture `store`, open and empty, of at least 64 MiB."""
+    """The tests. A subclass gives a fixture `store`, open and empty, of at least 64 MiB.
+
+    Where opening is slow, it may share one store and its arena, and give a `fresh` one to close.
+    """
 
     @pytest.fixture
     def arena(self, store: Backend) -> Iterator[Arena]:
@@ -50,6 +53,10 @@ class BackendContract:
         store.register(arena.memory)
         yield arena
         store.close()  # while the memory is still there
+
+    @pytest.fixture
+    def fresh(self, store: Backend) -> Backend:
+        return store
 
     @pytest.mark.parametrize("size", [1, 63, 4096, 64 * KIB + 1, 9 * MIB + 5])
     def test_bytes_come_back_and_nothing_beside_them_is_touched(
@@ -173,8 +180,10 @@ class BackendContract:
         assert wrong == []
 
     def test_everything_is_refused_after_close_and_closing_twice_is_fine(
-        self, store: Backend, arena: Arena
+        self, fresh: Backend
     ) -> None:
+        store, arena = fresh, Arena(4096)
+        store.register(arena.memory)
         view = arena.take(0, 64)
         store.close()
         store.close()
