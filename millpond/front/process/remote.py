@@ -41,6 +41,8 @@ CHILD = "millpond.front.process.child"
 TITLE = "millpond-engine"  # what a list of processes shows
 ATTENTION = 0.1
 """Seconds between looks at whether a process that says nothing still lives."""
+STEP = 60.0
+"""Seconds in which a step ends; what is to happen between two steps waits no longer."""
 ANSWER = 5.0
 """Seconds in which an engine that is well answers a question about itself."""
 
@@ -162,7 +164,10 @@ class RemoteEngine:
 
     def flush_cache(self) -> None:
         """Make every checkpoint unfindable; returns once that is done. Raises `Unavailable`."""
-        self._ask(m.Flush).result()
+        try:
+            self._ask(m.Flush).result(STEP)
+        except TimeoutError:
+            raise Unavailable(f"the engine has not ended its step within {STEP:g} s") from None
 
     def prepare(self, constraint: Constraint) -> Future[Any]:
         """Have a constraint compiled there; the future may raise `Rejected` or `Unavailable`."""
@@ -213,16 +218,11 @@ class RemoteEngine:
     def _take(self, message: m.FromEngine) -> None:
         if isinstance(message, m.Deltas):
             self._deliver(message.deltas)
-        elif isinstance(message, m.Done):
+        elif isinstance(message, m.Done | m.Declined):
             with self._lock:
                 order = self._orders.pop(message.ticket, None)
             if order is not None:
-                order.set_result(message.stats)
-        elif isinstance(message, m.Declined):
-            with self._lock:
-                order = self._orders.pop(message.ticket, None)
-            if order is not None:
-                order.set_exception(_declined(message))
+                _settle(order, message)
         elif isinstance(message, m.Phase):
             self.startup.enter(message.name)
         elif isinstance(message, m.Plan):
@@ -286,8 +286,9 @@ class RemoteEngine:
             orders, self._orders = self._orders, {}
         for key in keys:
             self._end(key, f"the engine has failed: {self._failure}")
+        gone = m.Declined(0, f"the engine has failed: {self._failure}", later=True)
         for order in orders.values():
-            order.set_exception(Unavailable(f"the engine has failed: {self._failure}"))
+            _settle(order, gone)
 
     def _over(self, status: int) -> None:
         """The process has ended, and all that it said has been read."""
@@ -320,10 +321,16 @@ class RemoteEngine:
         return promise
 
 
-def _declined(message: m.Declined) -> MillpondError:
-    if message.later:
-        return Unavailable(message.why)
-    return Rejected(message.why, param=message.param, code=message.code)
+def _settle(order: Future[EngineStats | None], message: m.Done | m.Declined) -> None:
+    """Tell whoever gave an order how it went, unless they no longer want to know."""
+    if not order.set_running_or_notify_cancel():
+        return
+    if isinstance(message, m.Done):
+        order.set_result(message.stats)
+    elif message.later:
+        order.set_exception(Unavailable(message.why))
+    else:
+        order.set_exception(Rejected(message.why, param=message.param, code=message.code))
 
 
 def _launch(start: m.Start) -> subprocess.Popen[bytes]:
