@@ -46,7 +46,7 @@ def test_the_python_script_answers_four_and_says_what_was_chosen(tmp_path):
     assert re.search(r"\b4\b", done.stdout)
     assert "17 slots" in done.stderr
     assert "2048 pages" in done.stderr
-    assert "ops on cpu" in done.stderr
+    assert done.stderr.count("ops on cpu") == 1
 
 
 @pytest.fixture
