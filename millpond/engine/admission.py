@@ -180,7 +180,11 @@ def _has_room(
 
 
 def tell_outcome(
-    counters: Counters, sequence: Sequence, match: PrefixMatch, held_seconds: float
+    counters: Counters,
+    sequence: Sequence,
+    match: PrefixMatch,
+    held_seconds: float,
+    loaded_tokens: int = 0,
 ) -> None:
     """Count and log how a prompt met the index, at the request's first admission only.
 
@@ -196,6 +200,7 @@ def tell_outcome(
         cached_tokens=match.end,
         kind=kind,
         held_seconds=held_seconds,
+        loaded_tokens=loaded_tokens,
     )
     counters.prompt_tokens += request.prompt_len
     counters.prefix_tokens[match.reason] += request.outcome.tokens
@@ -203,11 +208,12 @@ def tell_outcome(
         counters.prefix_hits[kind] += 1
         counters.prefix_hit_tokens[kind] += match.end
     logger.info(
-        "%s: prefix %s, %d of %d prompt tokens cached, anchor %s, held %.3f s",
+        "%s: prefix %s, %d of %d prompt tokens cached (%d loaded), anchor %s, held %.3f s",
         request.spec.request_id,
         match.reason,
         match.end,
         request.prompt_len,
+        loaded_tokens,
         kind or "none",
         held_seconds,
     )

@@ -5,6 +5,8 @@ Knows sequences as holders only; who may push out whom is the scheduler's busine
 
 from __future__ import annotations
 
+from collections import abc
+
 from millpond.engine.counters import Counters
 from millpond.engine.rate import PrefillRate
 from millpond.engine.request import NO_SEAT, Sequence
@@ -12,7 +14,7 @@ from millpond.engine.settings import EngineSettings
 from millpond.plan.step import PAGE_SIZE, Capabilities, StepPlan
 from millpond.state.checkpoint import AnchorKind, Checkpoint, prefix_salt
 from millpond.state.lease import ReaderLease, Seat
-from millpond.state.pages import PagePool
+from millpond.state.pages import PageHandle, PagePool
 from millpond.state.pool import StatePool
 from millpond.state.prefix import PrefixIndex
 
@@ -41,6 +43,7 @@ class Ledger:
         self.seats = [Seat(seat) for seat in reversed(range(settings.max_batch_size))]
         self.epoch = 0
         self.counters = Counters()
+        self.on_publish: abc.Callable[[Checkpoint], object] = lambda checkpoint: None
 
     def salt(self, cache_salt: str) -> bytes:
         """Everything but the tokens that a key of this moment names."""
@@ -112,17 +115,31 @@ class Ledger:
             self.counters.checkpoints_skipped["budget"] += 1
             return
         slot = lease.slot
-        is_new = self.index.publish(
-            sequence.tokens[:end], end, sequence.pages, lease, kind, sequence.salt
-        )
-        if not is_new:
-            return
-        self.counters.checkpoints_published[kind.value] += 1
+        if self.index_state(sequence.tokens[:end], end, sequence.pages, lease, kind, sequence.salt):
+            self.counters.checkpoints_published[kind.value] += 1
+            published = self.index.checkpoint_at(slot)
+            if published is not None:
+                self.on_publish(published)
+
+    def index_state(
+        self,
+        tokens: abc.Sequence[int],
+        end: int,
+        pages: list[PageHandle],
+        lease: ReaderLease,
+        kind: AnchorKind,
+        salt: bytes,
+    ) -> bool:
+        """Make a sealed state findable, within the budget; False when there was one already."""
+        slot = lease.slot
+        if not self.index.publish(tokens, end, pages, lease, kind, salt):
+            return False
         if self.index.num_checkpoints > self.settings.checkpoint_budget and not self.evict_slot():
             newest = self.index.checkpoint_at(slot)  # all others are being read
             if newest is not None:
                 self.index.drop(newest)
                 self.counters.checkpoints_evicted += 1
+        return True
 
     # Giving back.
 

@@ -12,4 +12,5 @@ def new_epoch(ledger: Ledger, scheduler: Scheduler) -> None:
     ledger.index.clear()
     scheduler.holds.clear()
     scheduler.along.forget(scheduler.running)
+    scheduler.tiers.new_epoch()
     scheduler.unblock()

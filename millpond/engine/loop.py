@@ -24,11 +24,14 @@ from millpond.engine.planned import Scheduled
 from millpond.engine.request import Request
 from millpond.engine.scheduler import Scheduler
 from millpond.engine.settings import EngineSettings
+from millpond.engine.snapshot import snapshot
 from millpond.engine.stream import RequestStream
+from millpond.engine.tiers import Store, Tiers
 from millpond.engine.types import EngineRequest, EngineStats
 from millpond.errors import Rejected, StepFailed, Unavailable
 from millpond.plan.step import Executor, StepResult
 from millpond.state import audit
+from millpond.store.jobs import Job, Report
 
 __all__ = ["Engine", "EngineSettings", "RequestStream"]
 
@@ -49,11 +52,12 @@ class Engine:
         sink: Sink | None = None,
         grammars: Grammars | None = None,
         clock: Callable[[], float] = time.perf_counter,
+        store: Store | None = None,
     ) -> None:
         """`Refused` when the settings do not fit the executor. With a `sink`, streams stay empty.
 
         Without `grammars`, which it closes in the end, no constraint is served. `clock` times
-        steps, in seconds.
+        steps, in seconds. A `store` keeps checkpoints beyond the device; it is closed in the end.
         """
         self.settings = settings
         self.capabilities = executor.capabilities
@@ -64,6 +68,10 @@ class Engine:
         self._scheduler = Scheduler(self._ledger, self.capabilities)
         self._outbox = Outbox(self._ledger.counters, self._forget, sink)
         self._committer = Committer(self._ledger, self._scheduler, self._outbox)
+        self._tiers: Tiers | None = None
+        if store is not None:
+            self._tiers = Tiers(self._ledger, self._scheduler, self.capabilities, store, clock)
+            store.connector.start(self._transferred)
         self._guidance = Guidance(grammars, settings.eos_token_ids, self.capabilities.vocab_size)
         self._failure: str | None = None
         # Shared with other threads, under this one condition.
@@ -71,7 +79,7 @@ class Engine:
         self._inbox: list[Callable[[], None]] = []
         self._live: dict[str, Request] = {}
         self._arrivals = 0
-        self._closing = False
+        self._closing = self._draining = False
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._aborting: list[Request] = []
@@ -167,44 +175,9 @@ class Engine:
 
         Running requests may hold some of the pages that the index holds.
         """
-        ledger, scheduler, counters = self._ledger, self._scheduler, self._ledger.counters
-        running = len({id(sequence.request) for sequence in tuple(scheduler.running)})
         with self._changed:
             live = len(self._live)
-        free, checkpoints = ledger.pool.num_free, ledger.index.num_checkpoints
-        return EngineStats(
-            requests_running=running,
-            requests_waiting=max(0, live - running),
-            slots_free=free,
-            slots_running=max(0, ledger.pool.size - free - checkpoints),
-            slots_checkpoint=checkpoints,
-            slots_total=ledger.pool.size,
-            pages_free=ledger.pages.num_free,
-            pages_used=ledger.pages.size - ledger.pages.num_free,
-            pages_indexed=ledger.index.num_pages,
-            pages_total=ledger.pages.size,
-            steps=counters.steps,
-            steps_failed=counters.steps_failed,
-            prompt_tokens=counters.prompt_tokens,
-            generated_tokens=counters.generated_tokens,
-            prefix_tokens=dict(counters.prefix_tokens),
-            checkpoints_published=dict(counters.checkpoints_published),
-            checkpoints_skipped=dict(counters.checkpoints_skipped),
-            checkpoints_evicted=counters.checkpoints_evicted,
-            preemptions=counters.preemptions,
-            nonfinite=counters.nonfinite,
-            finished=dict(counters.finished),
-            prefix_hits=dict(counters.prefix_hits),
-            prefix_hit_tokens=dict(counters.prefix_hit_tokens),
-            checkpoint_budget=ledger.settings.checkpoint_budget,
-            requests_held=len(scheduler.holds),
-            holds=dict(counters.holds),
-            held_seconds=counters.held_seconds,
-            drafts=counters.drafts,
-            draft_tokens=counters.draft_tokens,
-            accepted_tokens=counters.accepted_tokens,
-            accepted_per_position=tuple(counters.accepted_per_position),
-        )
+        return snapshot(self._ledger, self._scheduler, self._tiers, live)
 
     def start(self) -> None:
         """Run in a thread of its own until `close`."""
@@ -223,6 +196,7 @@ class Engine:
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
             self._closing = True
+            self._draining = self._draining or drain
             thread = self._thread
             self._changed.notify_all()
             if drain and thread is not None:
@@ -257,6 +231,7 @@ class Engine:
             self._committer.end_request(request, "error", str(error))
             return
         self._scheduler.enqueue(first)
+        self._scheduler.tiers.asked(first)
 
     def step(self) -> bool:
         """Schedule, execute and commit one step; False when there was nothing to do.
@@ -282,9 +257,11 @@ class Engine:
         self._guidance.wait()
         for request, why in self._guidance.failed():
             self._committer.end_request(request, "error", why)
+        if self._tiers is not None:
+            self._tiers.advance()
         scheduled = self._scheduler.schedule()
         if scheduled is None:
-            return self._guidance.wait_for_one()
+            return self._guidance.wait_for_one() or self._wait_by_hand()
         self._guidance.bind(scheduled, drafting=self.capabilities.num_draft_tokens > 0)
         self._audit(scheduled)
         plan, began = scheduled.plan, self._clock()
@@ -324,6 +301,21 @@ class Engine:
         for request in aborting:
             self._committer.end_request(request, "abort")
 
+    def _wait_by_hand(self) -> bool:
+        """Where nobody else lets time pass: wait for a transfer that a request waits for."""
+        if self._thread is not None or self._tiers is None:
+            return False
+        return bool(self._scheduler.waiting or self._scheduler.running) and self._tiers.wait()
+
+    def _transferred(self, job: Job, report: Report) -> None:
+        """Called by a thread of the store: no rank touches the memory of a job any more."""
+        tiers = self._tiers
+        if tiers is None:
+            return
+        with self._changed:
+            self._post(lambda: tiers.ended(job, report))
+        tiers.news.set()
+
     def _run(self) -> None:
         try:
             while True:
@@ -331,8 +323,9 @@ class Engine:
                     if self._stopping or self._failure is not None:
                         break
                 if not self.step():
+                    patience = None if self._tiers is None else self._tiers.patience()
                     with self._changed:
-                        self._changed.wait_for(lambda: self._inbox or self._stopping)
+                        self._changed.wait_for(lambda: self._inbox or self._stopping, patience)
         except Exception:
             logger.exception("the engine failed; no request is served any more")
         self._shut()
@@ -342,6 +335,9 @@ class Engine:
         self._read_inbox()
         for request in self._left():
             self._committer.end_request(request, "abort")
+        if self._tiers is not None:
+            self._tiers.close(drain=self._draining)
+            self._read_inbox()
         self._ledger.index.clear()
         self._outbox.flush()
         self._guidance.close()
@@ -377,6 +373,7 @@ class Engine:
         if not self.settings.debug_audit:
             return
         running = [one for lead in self._scheduler.running for one in lead.group]
+        transfers = None if self._tiers is None else self._tiers.transfers
         plan = None if scheduled is None else scheduled.plan
         audit.run(
             audit.House(
@@ -384,7 +381,9 @@ class Engine:
                 pages=self._ledger.pages,
                 index=self._ledger.index,
                 running=[one.state for one in running],
-                page_runs=[one.pages for one in running],
+                leases=[] if transfers is None else transfers.leases,
+                page_runs=[one.pages for one in running]
+                + ([] if transfers is None else transfers.page_runs),
                 rows=() if plan is None else plan.prefill + plan.decode + plan.verify,
             )
         )

@@ -16,6 +16,7 @@ from millpond.engine.ledger import Ledger
 from millpond.engine.planned import PrefillRow
 from millpond.engine.request import Sequence
 from millpond.engine.sharing import SharedPrefixes
+from millpond.engine.tiers import DeviceOnly
 from millpond.engine.turns import Turns
 from millpond.errors import Broken
 
@@ -38,6 +39,7 @@ class Queues:
         self.shared = SharedPrefixes()
         self.holds = Holds(ledger.counters, self.shared, anchors)
         self.turns = Turns(ledger.settings.max_overtakes)
+        self.tiers = DeviceOnly()
         self._blocked: Sequence | None = None  # found no room, until anything is given back
         self._denied: Sequence | None = None  # found no room when it was last tried
 
@@ -70,6 +72,7 @@ class Queues:
         self._stopped(sequence)
         self.turns.done(sequence)
         self.holds.forget(sequence)
+        self.tiers.left(sequence)
         self.ledger.vacate(sequence)
         self.unblock()
 

@@ -6,6 +6,7 @@ Knows sequences and the ledger; does not know what a step returns, nor who waits
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 
 from millpond.engine import drafting
 from millpond.engine.admission import (
@@ -92,6 +93,19 @@ class Scheduler(Queues):
         """The device did not finish a plan, so its poison may not have been spread either."""
         plan = scheduled.plan
         self._unsent_poison = (plan.poison_slots, plan.poison_pages)
+
+    def spare(self, slots: Collection[SlotId], pages: Collection[PageId]) -> None:
+        """A transfer writes these from here on: the poison of when they were freed comes too late.
+
+        Between steps only.
+        """
+        freed_slots, freed_pages = self._unsent_poison
+        freed_slots += self.ledger.pool.drain_freed()
+        freed_pages += self.ledger.pages.drain_freed()
+        self._unsent_poison = (
+            tuple(slot for slot in freed_slots if slot not in slots),
+            tuple(page for page in freed_pages if page not in pages),
+        )
 
     def _begin(self) -> None:
         self._prefill: list[PrefillRow] = []
@@ -215,7 +229,7 @@ class Scheduler(Queues):
                 break
             if ahead_of is not None and not ahead_of.outranked_by(sequence):
                 break
-            if self.holds.goes_on(sequence, self._budget):
+            if self.tiers.holds(sequence) or self.holds.goes_on(sequence, self._budget):
                 position += 1
                 continue
             if sequence.failures and any(one.failures for one in self.running):
@@ -235,7 +249,9 @@ class Scheduler(Queues):
                 break
             admitted += 1
             self.turns.admitted()
-            tell_outcome(self.ledger.counters, sequence, match, self.holds.forget(sequence))
+            loaded = self.tiers.admitted(sequence, match)
+            waited = self.holds.forget(sequence)
+            tell_outcome(self.ledger.counters, sequence, match, waited, loaded)
             self.waiting.pop(position)
             self.enter(sequence)
             for one in sequence.group:

@@ -30,7 +30,8 @@ class PrefixOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     `reason` is one of hit, too_short, alignment, no_checkpoint, evicted, never_seen,
     needs_prompt_logits, disabled. `kind` says which kind of anchor was hit; `held_seconds` how long
-    the request was held back for another that computed what they share.
+    the request was held back for another that computed what they share; `loaded_tokens` how many of
+    the cached ones were not on the device when it came, but in a store.
     """
 
     reason: str
@@ -38,6 +39,7 @@ class PrefixOutcome(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     kind: str | None = None
     held_seconds: float = 0.0
+    loaded_tokens: int = 0
 
     @property
     def tokens(self) -> int:
@@ -78,6 +80,31 @@ class Delta(
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
 
 
+class StoreStats(msgspec.Struct, frozen=True, kw_only=True):
+    """The store beyond the device: a snapshot; counts since start, rates in bytes per second.
+
+    `breaker` is closed (in use), open (left alone for a while), trying, hung or refused. `jobs` are
+    lookups, gets and puts that ended, by `kind_reason`; `sheds` those not begun; `waits` requests
+    that waited for the store, by how that ended. `bytes_held` is what the store holds, where known.
+    """
+
+    tier: str
+    breaker: str
+    breaker_trips: int
+    jobs: dict[str, int]
+    sheds: dict[str, int]
+    moved_bytes: dict[str, int]
+    get_rate: float
+    put_rate: float
+    waits: dict[str, int]
+    waited_seconds: float
+    waiting: int
+    hit_tokens: dict[str, int]  # cached prompt tokens, by the tier they came from
+    slots_held: int
+    pages_held: int
+    bytes_held: int | None = None
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     """A snapshot of counters and gauges, all since start; counts are in the unit of their name."""
 
@@ -111,4 +138,5 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0  # rows that verified draft tokens
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of them, with what an ending sample had no use for
+    store: StoreStats | None = None
     accepted_per_position: tuple[int, ...] = ()  # rows that accepted the first draft, second ...

@@ -55,6 +55,16 @@ def prefix_salt(*, epoch: int, model_identity: bytes, adapter: str, cache_salt: 
     return b"".join(len(part).to_bytes(8, "little") + part for part in parts)
 
 
+def salt_parts(salt: bytes) -> tuple[bytes, ...]:
+    """What `prefix_salt` put together: epoch, model identity, adapter, the request's own salt."""
+    parts, at = [], 0
+    while at < len(salt):
+        size = int.from_bytes(salt[at : at + 8], "little")
+        parts.append(salt[at + 8 : at + 8 + size])
+        at += 8 + size
+    return tuple(parts)
+
+
 def root_digest(salt: bytes) -> bytes:
     """The first link of the chain: no token yet."""
     return hashlib.sha256(b"millpond prefix 1\0" + salt).digest()
