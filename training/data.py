@@ -11,11 +11,13 @@ from typing import Any
 
 import numpy as np
 
-from millpond.tasks import stream
+from millpond.tasks import Dialogue, make, stream
 from training.batch import POOL
 from training.render import Encoder, Sample
 
 Arrays = dict[str, np.ndarray]
+Focus = tuple[str, float] | None
+"""A task and the share of dialogues that are drawn from it beside the mixture."""
 
 KINDS = {"short": (512, 1), "medium": (2048, 4), "long": (4096, 8)}
 """Row length in tokens and the generator's scale."""
@@ -78,6 +80,7 @@ def pack(
                 learned = int(sample.learn.sum())
                 scale = min(2.0, max(0.4, (20 / max(learned, 1)) ** 0.5))
                 weight[at + 1 : at + length] = np.where(sample.learn[1:], scale, _PROMPT_WEIGHT)
+                weight[at + sample.given[0] : at + sample.given[1]] = 0.0
             kept.append(sample)
             offsets.append(at)
             at += span
@@ -95,17 +98,25 @@ def pack(
 class Packer:
     """Endless training batches of one kind."""
 
-    def __init__(self, encoder: Encoder, seed: int, kind: str, tokens: int) -> None:
+    def __init__(
+        self, encoder: Encoder, seed: int, kind: str, tokens: int, focus: Focus = None
+    ) -> None:
         self.row, scale = KINDS[kind]
         self.tokens, self.encoder = tokens, encoder
         self.dice = random.Random(f"{seed}/{kind}")
         self.long, self.short = stream(seed, scale=scale), stream(seed + 1)
+        self.focus = focus
         self.pending: list[Sample] = []
+
+    def _draw(self) -> Dialogue:
+        if self.focus is not None and self.dice.random() < self.focus[1]:
+            return make(self.focus[0], self.dice.getrandbits(48), split="train")
+        return next(self.short if self.dice.random() < 0.3 else self.long)
 
     def __call__(self) -> Packed:
         """The next batch."""
         while sum(len(s.ids) + 3 for s in self.pending) < self.tokens * 1.03 + 2 * self.row:
-            sample = self.encoder(next(self.short if self.dice.random() < 0.3 else self.long))
+            sample = self.encoder(self._draw())
             if len(sample.ids) <= self.row:
                 self.pending.append(sample)
         packed = pack(self.pending, self.row, self.tokens, self.dice, self.encoder.pad)
@@ -116,32 +127,40 @@ class Packer:
 
 def _work(
     queue: Any,
-    make: Callable[[], Encoder],
+    new: Callable[[], Encoder],
     seed: int,
     worker: int,
     workers: int,
     first: int,
     tokens: int,
+    focus: Focus,
 ) -> None:
-    encoder = make()
+    encoder = new()
     base = (seed * 1_000_003 + first) * 1009 + worker
-    packers = {kind: Packer(encoder, base * 7 + i, kind, tokens) for i, kind in enumerate(KINDS)}
+    packers = {
+        kind: Packer(encoder, base * 7 + i, kind, tokens, focus) for i, kind in enumerate(KINDS)
+    }
     for step in range(first + worker, 1 << 40, workers):
         packed = packers[_CYCLE[step % len(_CYCLE)]]()
         queue.put((packed.row, packed.arrays))
 
 
 def batches(
-    make: Callable[[], Encoder], seed: int, first: int, tokens: int, workers: int
+    new: Callable[[], Encoder],
+    seed: int,
+    first: int,
+    tokens: int,
+    workers: int,
+    focus: Focus = None,
 ) -> Iterator[tuple[int, Arrays]]:
     """Batches of `tokens` tokens from step `first` on, made by `workers` processes in turn.
 
-    `make` builds an encoder in the process that uses it.
+    `new` builds an encoder in the process that uses it; `focus` adds dialogues of one task.
     """
     if workers == 0:
-        encoder = make()
+        encoder = new()
         packers = {
-            kind: Packer(encoder, seed * 7 + i, kind, tokens) for i, kind in enumerate(KINDS)
+            kind: Packer(encoder, seed * 7 + i, kind, tokens, focus) for i, kind in enumerate(KINDS)
         }
         kinds = [kind for kind in _CYCLE if KINDS[kind][0] <= tokens]
         for step in range(first, 1 << 40):
@@ -150,7 +169,7 @@ def batches(
     context = multiprocessing.get_context("spawn")
     queues = [context.Queue(maxsize=6) for _ in range(workers)]
     for worker, queue in enumerate(queues):
-        arguments = (queue, make, seed, worker, workers, first, tokens)
+        arguments = (queue, new, seed, worker, workers, first, tokens, focus)
         context.Process(target=_work, args=arguments, daemon=True).start()
     for step in range(first, 1 << 40):
         yield queues[(step - first) % workers].get()

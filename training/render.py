@@ -39,7 +39,8 @@ class Sample:
     """One dialogue as tokens.
 
     `learn[i]` is true when token i is produced by the model (the end-of-turn token included);
-    `cut` is the index of the token before which a trainer may clear the state, or -1.
+    `cut` is the index of the token before which a trainer may clear the state, or -1. The
+    tokens `given` are of a wrong thought: nothing of them is learned, not even as text.
     """
 
     task: str
@@ -47,6 +48,7 @@ class Sample:
     learn: np.ndarray
     recurrent: bool
     cut: int
+    given: tuple[int, int] = (0, 0)
 
 
 class Encoder(Protocol):
@@ -92,6 +94,7 @@ class GlmEncoder:
         self.tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
         token = self.tokenizer.token_to_id
         self.assistant, self.think = token("<|assistant|>"), token("<think>")
+        self.thought = token("</think>")
         self.end = {"user": token("<|user|>"), "tool": token("<|observation|>")}
         self.pad = self.end["user"]
         self.roles = {*self.end.values(), token("<|system|>"), self.assistant}
@@ -115,11 +118,15 @@ class GlmEncoder:
                 replying = False
             if token == self.think and index and ids[index - 1] == self.assistant:
                 replying = True
+        given = (0, 0)
+        if dialogue.given_thought:
+            given = _last_thought(ids, self.think, self.thought)
+            learn[: given[1]] = False
         cut = -1
         if dialogue.cut is not None:
             place = text.rfind(dialogue.cut)
             cut = next(i for i, (_, stop) in enumerate(encoding.offsets) if stop > place)
-        return Sample(dialogue.task, ids, learn, dialogue.recurrent, cut)
+        return Sample(dialogue.task, ids, learn, dialogue.recurrent, cut, given)
 
 
 class QwenEncoder:
@@ -135,6 +142,8 @@ class QwenEncoder:
         self.template = load_template(bundle / "chat_template.jinja")
         self.tokenizer = Tokenizer.from_file(str(bundle / "tokenizer.json"))
         self.pad = self.tokenizer.token_to_id("<|endoftext|>")
+        self.think = self.tokenizer.token_to_id("<think>")
+        self.thought = self.tokenizer.token_to_id("</think>")
 
     def text(self, dialogue: Dialogue, *, prompt_only: bool = False) -> str:
         """The dialogue as text; `prompt_only` stops where the last reply would begin."""
@@ -169,6 +178,14 @@ class QwenEncoder:
             ids += encoding.ids
             learn += [said] * len(encoding.ids)
             at += len(piece)
-        return Sample(
-            dialogue.task, np.array(ids, dtype=np.int32), np.array(learn), dialogue.recurrent, cut
-        )
+        tokens, learned, given = np.array(ids, dtype=np.int32), np.array(learn), (0, 0)
+        if dialogue.given_thought:
+            given = _last_thought(tokens, self.think, self.thought)
+            learned[: given[1]] = False
+        return Sample(dialogue.task, tokens, learned, dialogue.recurrent, cut, given)
+
+
+def _last_thought(ids: np.ndarray, opening: int, closing: int) -> tuple[int, int]:
+    """What lies between the tokens of the last think block, the closing one included."""
+    starts, stops = np.flatnonzero(ids == opening), np.flatnonzero(ids == closing)
+    return int(starts[-1]) + 1, int(stops[-1]) + 1

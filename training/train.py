@@ -156,9 +156,11 @@ def run(
         state |= resume(args.resume, model, opt)
         if args.fresh_schedule:
             state["seconds"] = 0.0
+    begin = int(state["step"]) if args.fresh_schedule else 0
     first = step = int(state["step"])
     encoder = FAMILIES[args.family].encoder
-    source = data.batches(encoder, args.seed, step, args.tokens, args.workers)
+    focus = (args.focus, args.focus_share) if args.focus else None
+    source = data.batches(encoder, args.seed, step, args.tokens, args.workers, focus)
     began = saved = shown = entered
     progress = 0.0
 
@@ -171,11 +173,12 @@ def run(
         if step - first <= _WARM and args.device == "cuda":
             began = now
         spent = state["seconds"] + now - began
-        progress = spent / (args.minutes * 60) if args.minutes else step / args.steps
+        by_steps = (step - begin) / max(1, args.steps - begin)
+        progress = spent / (args.minutes * 60) if args.minutes else by_steps
         if progress >= 1.0 or (args.stop_after and now - entered > args.stop_after):
             break
         for group in opt.param_groups:
-            group["lr"] = plan.learning_rate(step, progress)
+            group["lr"] = plan.learning_rate(step - first, progress)
         row, arrays = next(source)
         batch = Batch.from_arrays(row, arrays, args.device)
         depth = 2 if step % 2 else len(plan.draft_weight)
@@ -203,7 +206,7 @@ def train(args: argparse.Namespace) -> nn.Module:
     """The run and, if asked for, the grades; returns the model."""
     torch.manual_seed(args.seed)
     family = FAMILIES[args.family]
-    plan = Plan(rate=args.rate, index_from=args.index_from, sparse_from=args.sparse_from)
+    plan = Plan(args.rate, args.warmup, index_from=args.index_from, sparse_from=args.sparse_from)
     model = family.model(family.toy if args.smoke else family.shape).to(args.device)
     opt = optimizer(model, plan.rate, args.device)
     args.out.mkdir(parents=True, exist_ok=True)
@@ -239,6 +242,7 @@ def main() -> None:
     parser.add_argument(
         "--fresh-schedule", action="store_true", help="begin the schedule anew after --resume"
     )
+    parser.add_argument("--warmup", type=int, default=Plan().warmup, help="steps, in every part")
     parser.add_argument("--index-from", type=float, default=Plan().index_from)
     parser.add_argument("--sparse-from", type=float, default=Plan().sparse_from)
     parser.add_argument("--seed", type=int, default=1)
@@ -250,6 +254,8 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=65536, help="tokens in a batch")
     parser.add_argument("--workers", type=int, default=14)
     parser.add_argument("--rate", type=float, default=3e-3)
+    parser.add_argument("--focus", help="a task of which more is to be learned")
+    parser.add_argument("--focus-share", type=float, default=0.3)
     parser.add_argument("--grade", type=int, default=0, help="held-out dialogues a task at the end")
     parser.add_argument("--log-every", type=float, default=5.0)
     parser.add_argument("--no-compile", action="store_true")

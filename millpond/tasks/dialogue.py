@@ -16,7 +16,8 @@ class Dialogue:
 
     `recurrent` asks a trainer to hide far attention, so that the answer must come from the
     recurrent state; `cut` names the last question of a chat whose answer must come from
-    attention, so that a trainer can clear the state right before it.
+    attention, so that a trainer can clear the state right before it. `given_thought` says that the
+    last think block is not the model's to learn: it is wrong, and the answer follows it.
     """
 
     task: str
@@ -25,6 +26,7 @@ class Dialogue:
     effort: str | None = None
     recurrent: bool = False
     cut: str | None = None
+    given_thought: bool = False
 
     @property
     def answer(self) -> str:

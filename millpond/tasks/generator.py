@@ -9,7 +9,7 @@ from random import Random
 from millpond.tasks import arithmetic, copying, ledger, recall, speech, talk, tools
 from millpond.tasks.dialogue import Dialogue, Message, Split, system
 
-VERSION = 6
+VERSION = 7
 """Raised whenever the same seed would give another dialogue."""
 
 _SYSTEMS = (
@@ -37,6 +37,10 @@ def _single(task: str, turn: Callable[[Random, Split, str | None], list[Message]
 def _ledger(dice: Random, split: Split, scale: int) -> Dialogue:
     entries = dice.randint(2, 14) if dice.random() < 0.6 else dice.randint(8, 60 * scale)
     return ledger.make(dice, entries, 1)
+
+
+def _misled(dice: Random, split: Split, scale: int) -> Dialogue:
+    return ledger.misled(dice, _ledger(dice, split, scale))
 
 
 def _ledger_turns(dice: Random, split: Split, scale: int) -> Dialogue:
@@ -107,6 +111,7 @@ _MAKERS: dict[str, tuple[float, _Maker]] = {
     "arithmetic": (0.14, _single("arithmetic", arithmetic.turn)),
     "ledger": (0.10, _ledger),
     "ledger_turns": (0.05, _ledger_turns),
+    "misled": (0.015, _misled),
     "two_ledgers": (0.12, _two_ledgers),
     "recall": (0.16, _recall),
     "copy": (
@@ -131,12 +136,14 @@ _MAKERS: dict[str, tuple[float, _Maker]] = {
     "long_text": (0.03, _needle),
     "many_turns": (0.05, _many_turns),
 }
+_TRAINING_ONLY = ("misled",)
+"""Their answers are wrong on purpose."""
 _LONG_TASKS = ("ledger", "ledger_turns", "two_ledgers", "recall", "long_text", "many_turns")
 
 
 def task_names() -> tuple[str, ...]:
-    """Every task the generator knows."""
-    return tuple(_MAKERS)
+    """Every task a model can be graded on."""
+    return tuple(task for task in _MAKERS if task not in _TRAINING_ONLY)
 
 
 def make(task: str, seed: int, *, split: Split = "heldout", scale: int = 1) -> Dialogue:
@@ -148,7 +155,7 @@ def make(task: str, seed: int, *, split: Split = "heldout", scale: int = 1) -> D
 def stream(seed: int, *, split: Split = "train", scale: int = 1) -> Iterator[Dialogue]:
     """Endless dialogues of the mixture; a scale above 1 draws from the tasks that can be long."""
     dice = Random(f"{VERSION}/stream/{split}/{scale}/{seed}")
-    names = task_names() if scale == 1 else _LONG_TASKS
+    names = _LONG_TASKS if scale > 1 else tuple(_MAKERS) if split == "train" else task_names()
     weights = [_MAKERS[task][0] for task in names]
     while True:
         task = dice.choices(names, weights)[0]

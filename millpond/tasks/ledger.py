@@ -1,5 +1,6 @@
 """Ledgers: entries that overwrite each other, answerable from the recurrent state alone."""
 
+from dataclasses import replace
 from random import Random
 
 from millpond.tasks.dialogue import Dialogue, Message, assistant, system, user
@@ -65,6 +66,16 @@ def make(dice: Random, entries: int, turns: int) -> Dialogue:
             for _ in range(dice.randint(1, 3)):
                 messages += _ask(dice, state)
     return Dialogue("ledger", tuple(messages), recurrent=True)
+
+
+def misled(dice: Random, dialogue: Dialogue) -> Dialogue:
+    """The same questions with a wrong number in the last think block, which the answer repeats.
+
+    For training only: who has learned to follow a thought shows a token that should not be there.
+    """
+    thought = str(dice.randint(0, 9))
+    told = assistant(thought, thought)
+    return replace(dialogue, task="misled", messages=(*dialogue.prompt, told), given_thought=True)
 
 
 def make_pair(dice: Random, entries: int) -> Dialogue:
