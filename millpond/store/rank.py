@@ -218,7 +218,10 @@ class RankStore:
     def _get(self, backend: Backend, job: Get) -> int:
         digests, end, keys = job.record.digests, job.record.end, self._keys(job.epoch)
         manifest = self._manifest(backend, digests[-1], end, job.epoch)
-        if manifest is None or manifest.generation != job.record.manifest.generation:
+        if manifest is None:
+            backend.remove([keys.manifest(digests[-1])])
+            raise _Failed("absent")
+        if manifest.generation != job.record.manifest.generation:
             raise _Failed("absent")
         first = len(digests) - len(job.parts.pages)
         names = [keys.state(digests[-1], manifest.generation)]

@@ -45,9 +45,12 @@ class Tower:
             max_prefill_tokens=self.settings.max_prefill_tokens,
             any_form=self.settings.decode_anchor_step > 0,
         )
-        self.engine = Engine(self.settings, self.executor)
+        self.engine = self._open()
         self.outcomes: dict[str, PrefixOutcome] = {}
         self._names = count()
+
+    def _open(self) -> Engine:
+        return Engine(self.settings, self.executor)
 
     @property
     def token_limit(self) -> int:
