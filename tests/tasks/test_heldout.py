@@ -83,7 +83,8 @@ def pairs(dialogue: Dialogue) -> set[tuple[str, str]]:
 
 def asked_pair(dialogue: Dialogue) -> tuple[str, str]:
     """The pair the last question is about."""
-    about = [p for p in pairs(dialogue) if re.search(rf"\b{re.escape(p[0])}\b", str(dialogue.cut))]
+    asked = str(dialogue.cut)
+    about = [p for p in pairs(dialogue) if re.search(rf"(?<!\w){re.escape(p[0])}(?!\w)", asked)]
     return max((p for p in about if p[1] == dialogue.answer), key=lambda p: len(p[0]))
 
 
