@@ -58,7 +58,7 @@ class MooncakeStore:
     """A member of a Mooncake Store.
 
     Slots and pages go from and to where they lie, with a checksum beside them; small objects pass
-    through a staging area. A member that hangs fails a call within half a minute; one that
+    through a staging area. A member that hangs fails a call within a quarter of a minute; one that
     sends a few bytes now and then, within `bound`.
     """
 

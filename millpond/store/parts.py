@@ -20,7 +20,7 @@ from millpond.units import KIB, MIB
 
 STAGE = 2 * MIB  # bytes of staging for one batch
 SMALL = 64 * KIB  # bytes up to which copying is cheaper than one more piece
-PIECES = 16  # of one batch: when a peer hangs, pieces time out one after another
+PIECES = 8  # of one batch: when a peer hangs, pieces time out one after another
 SEAL = struct.Struct("<4sIQ")  # magic, checksum, bytes of the payload
 MAGIC = b"MPS1"
 
