@@ -243,7 +243,9 @@ def _made(
     try:
         room = SIZES[backend] if size is None else parse_memory(size, 0)
     except Refused:
-        raise Refused(f"{where}: size {size!r} is no size such as 8GiB") from None
+        room = 0
+    if not room:  # nor is a share one: of what?
+        raise Refused(f"{where}: size {size!r} is no size such as 8GiB")
     return StoreConfig(backend=backend, path=path, size=room, **rest)  # type: ignore[arg-type]
 
 

@@ -234,8 +234,8 @@ class MooncakeStore:
                     still = self._dismiss(client, CALLS - 1)
                 finally:
                     self._leaving = False
-            else:  # another call has done so, and waited for this one
-                still = False
+            else:  # another call has done so, or tried to, and waited for this one
+                still = any(client is left for left in _abandoned)
         raise StoreUnavailable(
             "a transfer to the Mooncake Store did not end; left it, to join again",
             memory_in_use=still,

@@ -64,25 +64,33 @@ class Master:
         return f"127.0.0.1:{self.port}"
 
     def start(self) -> Master:
-        flags = {**self.flags, "metrics_port": free_port()}
-        command = [str(self.program), *(f"--{k}={v}" for k, v in flags.items())]
-        with self.log.open("ab") as log:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                preexec_fn=_end_with_parent,
-            )
+        for _ in range(5):  # somebody may take the port of the metrics in between
+            flags = {**self.flags, "metrics_port": free_port()}
+            command = [str(self.program), *(f"--{k}={v}" for k, v in flags.items())]
+            with self.log.open("ab") as log:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    preexec_fn=_end_with_parent,
+                )
+            if self._listens():
+                return self
+        raise AssertionError(self.log.read_text("utf-8", "replace")[-2000:])
+
+    def _listens(self) -> bool:
+        """Whether it came up; False if it ended instead."""
+        assert self.process is not None
         end = time.monotonic() + 30
-        while True:
-            assert self.process.poll() is None, self.log.read_text("utf-8", "replace")[-2000:]
+        while self.process.poll() is None and time.monotonic() < end:
             try:
                 socket.create_connection(("127.0.0.1", self.port), 0.5).close()
-                return self
+                return True
             except OSError:
-                assert time.monotonic() < end, "the master does not listen"
                 time.sleep(0.02)
+        self.kill()
+        return False
 
     def signal(self, which: signal.Signals) -> None:
         assert self.process is not None
