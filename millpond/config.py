@@ -101,6 +101,11 @@ class PytorchEngineConfig(Strict):
     kda_prefill_backend: Literal["auto", "torch", "triton", "fla", "flash_kda"] = "auto"
     debug_audit: bool = False
     debug_poison: bool = False
+    # A store for checkpoints; `millpond.store.config` reads all four.
+    kv_transfer_config: dict[str, Any] | None = None
+    store: str | None = None
+    store_size: str | int | None = None
+    store_optional: bool = False
     # Known elsewhere, not served here: any value but the default is refused by name.
     dp: int = 1
     ep: int = 1
@@ -111,10 +116,6 @@ class PytorchEngineConfig(Strict):
     num_cpu_blocks: int = 0
     adapters: dict[str, str] | None = None
     enable_return_routed_experts: bool = False
-    kv_transfer_config: dict[str, Any] | None = None
-    store: str | None = None
-    store_size: str | int | None = None
-    store_optional: bool = False
 
 
 NOT_SERVED = {
@@ -127,10 +128,6 @@ NOT_SERVED = {
     "num_cpu_blocks": "KV paging to CPU memory",
     "adapters": "adapters",
     "enable_return_routed_experts": "routed-expert output",
-    "kv_transfer_config": "an external KV and state store",
-    "store": "an external KV and state store",
-    "store_size": "an external KV and state store",
-    "store_optional": "an external KV and state store",
 }
 
 
@@ -227,6 +224,10 @@ def check(config: PytorchEngineConfig, speculative: SpeculativeConfig | None = N
         raise Refused(f"num_kv_pages={pages} and its other name num_gpu_blocks={blocks} disagree")
     if config.cache_memory is not None:
         parse_memory(config.cache_memory, GIB)
+    if (config.store or config.kv_transfer_config) and (
+        mode == "off" or not config.enable_prefix_caching
+    ):
+        raise Refused("a store needs prefix caching and checkpoints, one of which is off")
 
 
 def num_drafts(speculative: SpeculativeConfig | None) -> int:

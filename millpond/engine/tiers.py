@@ -29,7 +29,8 @@ from millpond.store.jobs import Epoch, Get, Job, Lookup, Put, Record, Report
 from millpond.store.record import pack_tokens
 
 LOOKUP_PATIENCE = 0.05
-"""Seconds for which a request waits to hear whether there is anything, at least."""
+"""Seconds for which a request waits to hear whether there is anything, where computing takes as
+long: an eighth of what computing takes where that is more."""
 
 Role = Literal["kv_both", "kv_producer", "kv_consumer"]
 
@@ -180,7 +181,7 @@ class Tiers(DeviceOnly):
         if job is None:
             return
         now = self._clock()
-        patience = max(LOOKUP_PATIENCE, 8 * self._connector.gets.overhead)
+        patience = max(LOOKUP_PATIENCE, 8 * self._connector.gets.overhead, computing / 8)
         wait = Wait(
             sequence, sequence.salt, match.end, now, now + min(computing, patience), job.number
         )

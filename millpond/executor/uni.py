@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from millpond.errors import Broken
 from millpond.plan.step import Capabilities, StepPlan, StepResult
+from millpond.runtime.reach import Made
 from millpond.runtime.worker import Worker
+from millpond.store.memory import RankMemory
 
 
 class UniExecutor:
@@ -18,6 +20,19 @@ class UniExecutor:
     def capabilities(self) -> Capabilities:
         """Fixed facts about the device tower."""
         return self._capabilities
+
+    def memories(self) -> tuple[RankMemory, ...]:
+        """The slots and pages of each rank, as a store may reach them. Raises `Refused`."""
+        if self._worker is None:
+            raise Broken("a closed executor has no memory")
+        return (self._worker.memory(),)
+
+    @property
+    def makes(self) -> Made:
+        """What shapes the bytes in its slots and pages, besides tokens and weights."""
+        if self._worker is None:
+            raise Broken("a closed executor makes nothing")
+        return self._worker.made
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end. Raises `StepFailed`: then nothing of it may be relied on."""

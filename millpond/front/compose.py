@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,10 +33,12 @@ from millpond.front.directory import Texts, locate
 from millpond.front.machine import free_memory
 from millpond.front.service import Service
 from millpond.front.startup import Startup
+from millpond.front.stores import Weights, open_store
 from millpond.models.base import describe
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import Executor
 from millpond.runtime.worker import choose_device, model_facts
+from millpond.store.config import StoreConfig, store_config
 from millpond.telemetry import logger
 
 log = logger("start")
@@ -53,6 +56,7 @@ class Planned:
     resolved: Resolved
     executor: str
     vocab_size: int
+    store: StoreConfig | None = None
 
 
 def plan_model(
@@ -62,6 +66,7 @@ def plan_model(
 ) -> Planned:
     """What serving a model would take here. Raises `Refused`."""
     check(config, speculative)
+    store = store_config(config)
     directory = locate(model)
     # Without a model named, the one everybody can run is run where everybody can run it.
     wanted = "cpu" if model is None and config.device == "auto" else config.device
@@ -83,6 +88,7 @@ def plan_model(
         resolved=resolved,
         executor=config.distributed_executor_backend,
         vocab_size=description.config.vocab_size,
+        store=store,
     )
 
 
@@ -100,17 +106,24 @@ def open_engine(
     settings = _settings(planned)
     with ExitStack() as undo:
         on_phase("loading")
+        weights = None
+        if planned.store is not None:  # checksummed beside the loading, which reads the same bytes
+            reader = undo.enter_context(ThreadPoolExecutor(1, "millpond-identity"))
+            weights = reader.submit(Weights, planned.store, planned.directory, planned.resolved)
         executor = build_executor(planned.directory, planned.resolved, planned.executor)
         undo.callback(executor.close)
         if warm:
             on_phase("warm-up")
             warm_up(settings, executor)
+        store = None
+        if planned.store is not None and weights is not None:
+            store = open_store(planned.store, weights.result(), planned.resolved, executor)
         grammars = Grammars(
             planned.directory / "tokenizer.json",
             executor.capabilities.vocab_size,
             planned.eos_token_ids,
         )
-        engine = Engine(settings, executor, sink, grammars=grammars)
+        engine = Engine(settings, executor, sink, grammars=grammars, store=store)
         undo.pop_all()  # the engine closes it from here on
     return engine
 

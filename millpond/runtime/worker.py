@@ -20,9 +20,11 @@ from millpond.nn.batch import Staging
 from millpond.ops.bind import AUTO, Bound, bind
 from millpond.plan.step import PAGE_SIZE, Capabilities, StepPlan, StepResult
 from millpond.runtime.propose import DraftModel
+from millpond.runtime.reach import made, memory_of
 from millpond.runtime.runner import ModelRunner
 from millpond.runtime.seats import SeatSampling
 from millpond.runtime.verify import Verifier
+from millpond.store.memory import RankMemory
 
 log = logging.getLogger(__name__)
 
@@ -81,6 +83,11 @@ class Worker:
         seats = SeatSampling(num_seats, vocab_size, device, ops, eos_token_ids)
         proposer = DraftModel(model, arenas, staging, seats) if num_draft_tokens else None
         self.runner = ModelRunner(model, arenas, staging, Verifier(seats, ops), proposer)
+        self.made = made(layout, ops, device)
+
+    def memory(self) -> RankMemory:
+        """Slots and pages, as a store may reach them. Raises `Refused`."""
+        return memory_of(self.runner.arenas)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end. Raises `StepFailed`."""

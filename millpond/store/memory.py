@@ -45,7 +45,7 @@ class HostMemory:
     `slots` and `pages` are writable bytes of whole arenas, entry-major.
     """
 
-    batch_bytes = None
+    batch_bytes: int | None = None
 
     def __init__(
         self, slots: memoryview, slot_bytes: int, pages: memoryview, page_bytes: int

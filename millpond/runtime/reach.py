@@ -1,0 +1,67 @@
+"""How a store reaches the arenas of one rank, and what the bytes in them are called.
+
+Knows arenas and ops; does not know who moves bytes, nor when.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import dataclass
+
+import torch
+
+from millpond.errors import Refused
+from millpond.memory.arena import Arena, Arenas
+from millpond.memory.layout import EntrySpec, ModelLayout
+from millpond.ops.bind import OP_NAMES, Bound
+from millpond.store.memory import HostMemory, RankMemory
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Made:
+    """What shapes the bytes of slots and pages, besides tokens and weights.
+
+    `layout` names every tensor of a slot and a page with its place, `kernels` who computes each op
+    and in which version, on what kind of device.
+    """
+
+    dtype: str
+    state_dtype: str
+    layout: str
+    kernels: str
+
+
+def made(layout: ModelLayout, ops: Bound, device: torch.device) -> Made:
+    """Of a model's layout, computed by `ops`."""
+    slot, page = _named(layout.slot), _named(layout.page)
+    served = sorted(f"{name}={getattr(ops, name).__module__}" for name in OP_NAMES)
+    dtypes = {str(t.dtype) for t in layout.page.tensors}
+    states = {str(t.dtype) for t in layout.slot.tensors if t.name == "recurrent"}
+    table = hashlib.sha256("\n".join(served).encode()).hexdigest()[:16]
+    return Made(
+        dtype=",".join(sorted(dtypes)).replace("torch.", ""),
+        state_dtype=",".join(sorted(states)).replace("torch.", ""),
+        layout=hashlib.sha256(json.dumps([slot, page]).encode()).hexdigest(),
+        kernels=f"torch {torch.__version__} {device.type} {table}",
+    )
+
+
+def _named(spec: EntrySpec) -> list[tuple[int, str, list[int], str, int]]:
+    return [
+        (t.layer, t.name, list(t.shape), str(t.dtype), offset)
+        for t, offset in zip(spec.tensors, spec.offsets(), strict=True)
+    ]
+
+
+def memory_of(arenas: Arenas) -> RankMemory:
+    """The slots and pages themselves, where they lie in ordinary memory. Raises `Refused`."""
+    device = arenas.slots.storage.device
+    if device.type != "cpu":
+        raise Refused(f"a store cannot reach slots and pages on {device} yet, only on the CPU")
+    slots, pages = arenas.slots, arenas.pages
+    return HostMemory(_bytes(slots), slots.spec.num_bytes, _bytes(pages), pages.spec.num_bytes)
+
+
+def _bytes(arena: Arena) -> memoryview:
+    return arena.storage.numpy().reshape(-1).data.cast("B")
