@@ -1,0 +1,60 @@
+"""Tile sizes and warps of every kernel: one set for any GPU, others only for a GPU by its name.
+
+Knows no batch. A set under a GPU's name was measured on that GPU; there is none yet.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class ConvChoice:
+    """A program's tile of the convolution."""
+
+    tokens: int = 32  # of a prompt row
+    channels: int = 128
+    warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
+class TokenChoice:
+    """A program's tile of the per-token delta rule; decode and verify must agree on it."""
+
+    values: int = 32  # value channels of one head
+    warps: int = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Choices:
+    """Everything that may be tuned on one GPU."""
+
+    conv: ConvChoice = ConvChoice()
+    tokens: TokenChoice = TokenChoice()
+
+
+DEFAULT = Choices()
+
+MEASURED: MappingProxyType[str, Choices] = MappingProxyType({})
+"""By the name that CUDA gives the GPU."""
+
+
+@cache
+def _of_device(device: torch.device) -> Choices:
+    if device.type != "cuda":
+        return DEFAULT
+    return MEASURED.get(torch.cuda.get_device_name(device), DEFAULT)
+
+
+def conv_choice(device: torch.device) -> ConvChoice:
+    """What the convolution uses on `device`."""
+    return _of_device(device).conv
+
+
+def token_choice(device: torch.device) -> TokenChoice:
+    """What `delta_decode` and `delta_verify` use on `device`."""
+    return _of_device(device).tokens

@@ -1,0 +1,109 @@
+"""The convolution's kernels against the reference: outputs, windows, rings and reports."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from millpond.ops.batch import VerifyRows, WriteLog
+from millpond.ops.reference import conv as reference
+from millpond.ops.reference.verify import conv_verify
+from tests.ops.batches import ints, make_rows, strided_bank
+from tests.ops.triton.side_by_side import NAN, bank_copy, equal_bytes, run
+from tests.ops.triton.tolerances import within
+
+CHANNELS, WIDTH = 150, 4  # two blocks of channels, the second with a tail
+DTYPES = [torch.float32, torch.bfloat16]
+
+
+def inputs(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """x, a view of wider rows as the projections give it, and the weight."""
+    made = torch.Generator().manual_seed(tokens)
+    wide = torch.full((tokens, CHANNELS + 30), NAN, dtype=dtype)
+    wide[:, :CHANNELS] = torch.randn(tokens, CHANNELS, generator=made).to(dtype)
+    return wide[:, :CHANNELS], torch.randn(CHANNELS, WIDTH, generator=made)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("op", ["conv_prefill", "conv_decode"])
+def test_rows_of_any_length_give_the_outputs_windows_and_report_of_the_reference(
+    op: str, dtype: torch.dtype, device: torch.device
+) -> None:
+    lengths = [130, 1, 0, 2, 3, 0, 64, 33]
+    sources = [3, 3, 3, -1, 5, -1, 6, 2]
+    targets = [7, 8, 13, 9, 5, 1, -1, 2]
+    exports = [
+        (0, 64, 10), (0, 128, 11), (0, 1, 12), (3, 1, 14), (4, 2, -1), (6, 64, 0), (4, 3, 15),
+    ]  # fmt: skip
+    if op == "conv_decode":
+        lengths = [3, 1, 0, 2, 1, 0, 1, 5]
+        exports = [(0, 1, 10), (0, 3, 11), (0, 2, 12), (3, 2, 14), (4, 1, -1), (6, 1, 0)]
+    x, weight = inputs(sum(lengths), dtype)
+    bank = strided_bank(16, (CHANNELS, WIDTH - 1), dtype)
+    bank[[7, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1]] = NAN
+    expected_bank, found_bank = bank_copy(bank), bank_copy(bank)
+    rows = make_rows(lengths, sources, targets, exports)
+    other = replace(rows, written=WriteLog())
+    expected = getattr(reference, op)(x, weight, bank=expected_bank, rows=rows)
+    found = run(op, device, x, weight, bank=found_bank, rows=other)
+    torch.testing.assert_close(found, expected, **within("conv", dtype))
+    assert equal_bytes(found_bank, expected_bank)
+    assert other.written.agreed() == rows.written.agreed()
+
+
+def verify_rows(most: int, exports: list[tuple[int, int, int]]) -> VerifyRows:
+    """Every number of pending drafts up to `most`, fewer drafts, and two rows of no seat."""
+    count = most + 3
+    seats = [*range(count - 2), -1, -1]
+    return VerifyRows(
+        width=most + 1,
+        state_in=ints([2, -1, 2, *range(3, count - 2), -1, -1][:count]),
+        state_out=ints([10 + i if s >= 0 else -1 for i, s in enumerate(seats)]),
+        base=ints([7 * i for i in range(count)]),
+        pending=ints([min(i, most) for i in range(count)]),
+        num_drafts=ints([max(most - i, 0) for i in range(count)]),
+        parity=ints([i % 2 for i in range(count)]),
+        seats=ints(seats),
+        export_row=ints([e[0] for e in exports]),
+        export_end=ints([e[1] for e in exports]),
+        export_slot=ints([e[2] for e in exports]),
+    )
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("most", [0, 1, 3])
+def test_verify_rows_fold_what_is_pending_and_leave_their_drafts(
+    most: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    exports = [(0, 1, 20), (0, 2, 21), (most, 7 * most, 22), (most, 8 * most + 1, 24), (0, 1, -1)]
+    exports += [(most, 8 * most, 23)] * bool(most)
+    rows = verify_rows(most, exports)
+    x, weight = inputs(rows.num_tokens, dtype)
+    x[~rows.filled.flatten()] = NAN
+    bank = strided_bank(25, (CHANNELS, WIDTH - 1), dtype)
+    bank[10:] = NAN
+    ring = strided_bank(most + 3, (2, most, CHANNELS), dtype)
+    held = torch.arange(most) < rows.pending[:-2, None]
+    ring[: most + 1][torch.arange(most + 1), rows.parity[:-2]] = torch.where(
+        held[..., None], ring[: most + 1][torch.arange(most + 1), rows.parity[:-2]], NAN
+    )
+    banks, rings = [bank_copy(bank) for _ in "ab"], [bank_copy(ring) for _ in "ab"]
+    other = replace(rows, written=WriteLog())
+    old, new = conv_verify(x, weight, bank=banks[0], ring=rings[0], rows=rows)
+    old_found, new_found = run(
+        "conv_verify", device, x, weight, bank=banks[1], ring=rings[1], rows=other
+    )
+    live = held.new_zeros(rows.num_rows, most)
+    live[:-2] = held
+    torch.testing.assert_close(old_found[live], old[live], **within("conv", dtype))
+    filled = rows.filled.flatten()
+    torch.testing.assert_close(new_found[filled], new[filled], **within("conv", dtype))
+    assert equal_bytes(banks[1], banks[0])
+    assert other.written.agreed() == rows.written.agreed()
+    for row in range(most + 1):
+        count, bank_of_ring = int(rows.num_drafts[row]), 1 - int(rows.parity[row])
+        left = (r[int(rows.seats[row]), bank_of_ring, :count] for r in rings)
+        assert equal_bytes(*left)
+    assert equal_bytes(rings[1][most + 1 :], ring[most + 1 :])
