@@ -21,6 +21,7 @@ from millpond.front.parsing.reader import END_THINK, THINK
 from millpond.front.parsing.syntax import call_grammar
 from millpond.front.parsing.wish import ToolWish
 from millpond.front.text import Tokenizer
+from millpond.front.verbatim import Controls, Quotation, Spans
 
 SWITCH = {"none": False, "low": True, "medium": True, "high": True}
 """Efforts of a template that can only switch thinking on and off."""
@@ -40,10 +41,18 @@ def _raise(message: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A rendered conversation; `in_reasoning` when the answer begins inside a think block."""
+    """A rendered conversation; `in_reasoning` when the answer begins inside a think block.
+
+    `verbatim` are places where a message spells a control token, which is text there.
+    """
 
     text: str
     in_reasoning: bool
+    verbatim: Spans = ()
+
+    def encode(self, tokenizer: Tokenizer) -> list[int]:
+        """Its tokens; the template has written all special ones."""
+        return tokenizer.encode(self.text, add_special_tokens=False, verbatim=self.verbatim)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +81,10 @@ class ChatTemplate:
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         self._tokens = {n: tokenizer.named(n) or "" for n in names} if tokenizer else {}
         self.dialect = Dialect.of(source, tokenizer)
+        self._controls = Controls(
+            (t.content for t in tokenizer.added.values()) if tokenizer else (),
+            self.dialect.family.markers if self.dialect else (),
+        )
         read = meta.find_undeclared_variables(environment.parse(source))
         self.variables = frozenset(read) - environment.globals.keys()
         self.efforts = frozenset[str]()
@@ -197,12 +210,15 @@ class ChatTemplate:
             raise Rejected("messages is empty", param="messages")
         if continue_final_message:
             add_generation_prompt = False
+        # Nobody who writes a message can end it, or begin another, by spelling a token.
+        quotation = Quotation(self._controls)
+        known = [quotation.message(m) for m in known]
         try:
             text = self._template.render(
                 **self._tokens,
                 **(extra or {}),
                 messages=known,
-                tools=list(tools) if tools else None,
+                tools=quotation.value(list(tools)) if tools else None,
                 add_generation_prompt=add_generation_prompt,
             )
         except (TemplateError, TypeError, ValueError, AttributeError, LookupError) as error:
@@ -214,7 +230,9 @@ class ChatTemplate:
         if continue_final_message:
             text = _cut_after_final(text, known[-1])
         opened = text.rfind(THINK) > text.rfind(END_THINK)
-        return Prompt(text, opened and text.rstrip().endswith(THINK))
+        in_reasoning = opened and text.rstrip().endswith(THINK)
+        text, verbatim = quotation.reveal(text)
+        return Prompt(text, in_reasoning, verbatim)
 
 
 def _cut_after_final(text: str, message: Mapping[str, Any]) -> str:

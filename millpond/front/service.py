@@ -24,6 +24,7 @@ from millpond.front.parsing.wish import ToolWish
 from millpond.front.sampling import Defaults, to_params
 from millpond.front.startup import Startup
 from millpond.front.text import Tokenizer
+from millpond.front.verbatim import Spans
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 """What routes put before the id of a request to make that of its answer."""
@@ -172,9 +173,13 @@ class Service:
         fill: bool = False,
         prompt_logprobs: int | None = None,
         add_special_tokens: bool = True,
+        verbatim: Spans = (),
         **how: Any,
     ) -> Ask:
-        """An `Ask` for a prompt as it stands; `how` are fields of `Ask`. Raises `Rejected`."""
+        """An `Ask` for a prompt as it stands; `how` are fields of `Ask`. Raises `Rejected`.
+
+        At the places `verbatim` of a text, what spells a special token is none.
+        """
         if not isinstance(prompt, str):
             # Before anything is done for each of them: there may be millions.
             if len(prompt) >= self.resolved.session_len:
@@ -188,7 +193,9 @@ class Service:
             tokens = list(prompt)
         else:
             self.tokenizer.refuse_hopeless(prompt, self.resolved.session_len - 1)
-            tokens = self.tokenizer.encode(prompt, add_special_tokens=add_special_tokens)
+            tokens = self.tokenizer.encode(
+                prompt, add_special_tokens=add_special_tokens, verbatim=verbatim
+            )
         params = to_params(
             wish,
             self.defaults,
@@ -236,6 +243,7 @@ class Service:
             wish,
             fill=fill,
             add_special_tokens=False,  # the template has written them
+            verbatim=prompt.verbatim,
             reading=plan.reading,
             constraint=plan.constraint,
             reasoning=plan.reasoning,

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from tokenizers import Tokenizer as FastTokenizer
 
 from millpond.errors import Refused, Rejected
+from millpond.front.verbatim import Spans, any_of
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -65,6 +67,8 @@ class Tokenizer:
         self.added = dict(self._fast.get_added_tokens_decoder())
         self.special = frozenset(i for i, t in self.added.items() if t.special)
         self.vocab_size = self._fast.get_vocab_size(with_added_tokens=True)
+        self._controls = any_of(t.content for t in self.added.values())
+        self._directory = directory
         self._bytes: dict[int, bytes] = {}
         self._keeps_bytes = _keeps_bytes(raw)
         self._longest: int | None = None
@@ -103,10 +107,14 @@ class Tokenizer:
         """The id of exactly this token, or None."""
         return self._fast.token_to_id(text)
 
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Token ids of `text`; special tokens written out in it are recognised.
+    def encode(
+        self, text: str, *, add_special_tokens: bool = True, verbatim: Spans = ()
+    ) -> list[int]:
+        """Token ids of `text`; added tokens written out in it are recognised.
 
-        Raises `Rejected` for text that is not valid Unicode (a lone surrogate).
+        Not so at the places `verbatim`, which are read as any other text is (and
+        `add_special_tokens` is false then). Raises `Rejected` for text that is not valid Unicode
+        (a lone surrogate).
         """
         try:
             text.encode("utf-8")
@@ -115,7 +123,51 @@ class Tokenizer:
         # A batch of one: only the call for batches lets other threads run meanwhile, the engine's
         # and the server's among them.
         # The fast form leaves out which characters a token came from.
-        return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
+        if not verbatim:
+            return self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)[
+                0
+            ].ids
+        made: list[int] = []
+        for part, plain in self._parts(text, verbatim):
+            reader = self._without_added if plain else self._fast
+            made += reader.encode_batch_fast([part], add_special_tokens=False)[0].ids
+        return made
+
+    @cached_property
+    def _without_added(self) -> FastTokenizer:
+        """The same vocabulary and merges, to which no text is an added token."""
+        raw = read_json(self._directory / "tokenizer.json") | {"added_tokens": []}
+        return FastTokenizer.from_str(json.dumps(raw))
+
+    def _parts(self, text: str, verbatim: Spans) -> Iterator[tuple[str, bool]]:
+        """(part, whether it spells added tokens without being any) of `text`, in order.
+
+        Cut at added tokens only, where the tokenizer itself cuts before anything else.
+        """
+        done = begin = 0  # up to where all is told; where the run between two added tokens begins
+        waiting = iter((*verbatim, (len(text), len(text))))
+        spelled, _ = next(waiting)
+        for start, end in (*self._added_in(text, verbatim), (len(text), len(text))):
+            if spelled < start:
+                if done < begin:
+                    yield text[done:begin], False
+                yield text[begin:start], True
+                done = start
+                while spelled < start:
+                    spelled, _ = next(waiting)
+            begin = end
+        if done < len(text):
+            yield text[done:], False
+
+    def _added_in(self, text: str, verbatim: Spans) -> Iterator[tuple[int, int]]:
+        """Where `text` has added tokens outside of `verbatim`."""
+        if self._controls is None:
+            return
+        at = 0
+        for start, end in (*verbatim, (len(text), len(text))):
+            for found in self._controls.finditer(text, at, start):
+                yield found.span()
+            at = end
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes one token stands for; none for an id outside the vocabulary."""

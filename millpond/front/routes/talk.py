@@ -73,7 +73,7 @@ class Talk:
         prompt = service.template.render(
             self.messages, tools=self.tools.for_template, **self.template(service)
         )
-        return len(service.tokenizer.encode(prompt.text, add_special_tokens=False))
+        return len(prompt.encode(service.tokenizer))
 
 
 def unread(service: Service, variables: Mapping[str, Any]) -> list[str]:

@@ -96,7 +96,7 @@ def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
             continue_final_message=body.continue_final_message,
             extra=body.chat_template_kwargs,
         )
-        return service.tokenizer.encode(prompt.text, add_special_tokens=False)
+        return prompt.encode(service.tokenizer)
     if body.prompt is None:
         raise Rejected("prompt or messages is needed", param="prompt")
     return service.tokenizer.encode(body.prompt, add_special_tokens=body.add_special_tokens)
