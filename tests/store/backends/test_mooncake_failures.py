@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -345,3 +347,44 @@ def test_a_forked_process_is_kept_out(lender: tuple[MooncakeStore, Arena]) -> No
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+TRICKLE = """
+import signal, sys, threading, time
+import millpond.store.mooncake as mooncake
+mooncake.ENVIRONMENT.update(MC_TCP_PROGRESS_TIMEOUT_SEC="300", MC_TCP_STATUS_TIMEOUT_SEC="300")
+from pathlib import Path
+from millpond.store.backend import StoreUnavailable
+from tests.store.backends.mooncakes import Master, Owner
+size = 96 << 20
+master = Master(Path(sys.argv[1])).start()
+owner = Owner(master, 4 * size)
+store, memory = mooncake.MooncakeStore(master.config()), memoryview(bytearray(b"\\x07" * size))
+store.register(memory)
+assert store.put([("k", memory)]) == [True]
+memory[:] = bytes(size)
+threading.Timer(0.05, owner.signal, [signal.SIGSTOP]).start()
+begin = time.monotonic()
+try:
+    raise SystemExit(f"the get gave {store.get([('k', memory)])}")
+except StoreUnavailable as error:
+    assert not error.memory_in_use and "join again" in str(error), error
+assert time.monotonic() - begin < store.bound
+memory[:] = bytes(size)
+owner.signal(signal.SIGCONT)
+time.sleep(3)
+assert memory == bytes(size), "written after the call had ended"
+owner.kill()
+master.kill()
+print("ok")
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(200)
+def test_a_transfer_that_the_library_stopped_waiting_for_writes_nothing_later(
+    tmp_path: Path,
+) -> None:
+    command = [sys.executable, "-c", TRICKLE, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.stdout == "ok\n", done.stderr[-3000:]

@@ -1,0 +1,1 @@
+"""Rates of the stores for checkpoints."""
