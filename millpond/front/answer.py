@@ -206,9 +206,13 @@ class Answer:
             self.outcome = delta.outcome
         if delta.prompt_logprobs is not None:
             self.prompt_logprobs = delta.prompt_logprobs
+        sample = self.samples[delta.sample_index]
+        before = sample.count
+        piece = sample.push(delta)
         self.drafted += delta.drafted
-        self.accepted += delta.accepted
-        return self.samples[delta.sample_index].push(delta)
+        # A stop string, or the one call that was wanted, may cut the answer among its drafts.
+        self.accepted += min(delta.accepted, sample.count - before)
+        return piece
 
     @property
     def done(self) -> bool:

@@ -204,3 +204,17 @@ def test_a_stop_string_across_a_marker_is_found_and_a_marker_held_for_one_is_who
 def test_stop_strings_sleep_until_the_least_number_of_tokens():
     ask = replace(ASKS["glm"], stops=("</think>",), params=replace_params(min_tokens=50))
     assert whole(answer(ask, encode("hm</think>ok"))) == Message("ok", "hm")
+
+
+def test_drafts_beyond_a_stop_string_are_not_counted_as_accepted():
+    """They were verified and are right, and yet not in the answer."""
+    got = Answer(replace(PLAIN, stops=("three",)), TOKENIZER)
+    run = tuple(TokenOut(token=t) for t in encode("one two three four five six"))
+    several = Delta(
+        request_id="r", sample_index=0, tokens=run, drafted=len(run) - 1, accepted=len(run) - 1
+    )
+    got.push(several)
+    got.push(several)  # under way when the answer was cut
+    assert got.samples[0].done
+    assert got.accepted == got.completion_tokens == len(encode("one two three")) < len(run) - 1
+    assert got.drafted == 2 * (len(run) - 1)
