@@ -80,14 +80,19 @@ class Committer:
             self._lost(live.sequence, verified.end, why)
         self._settle()
 
-    def end_request(self, request: Request, reason: str, error: str | None = None) -> None:
-        """End every sample that has not ended, and take back what they hold."""
+    def end_request(
+        self, request: Request, reason: str, error: str | None = None, param: str | None = None
+    ) -> None:
+        """End every sample that has not ended, and take back what they hold.
+
+        `param` is the field of the request to blame for the `error`, if one is.
+        """
         for sequence in request.samples:
             if sequence.finish_reason is None:
                 if reason == "abort":
                     self._scheduler.along.publish(sequence)
                 self._scheduler.remove(sequence)
-                self._outbox.end(sequence, reason, error)
+                self._outbox.end(sequence, reason, error, param)
 
     # Rows.
 

@@ -122,14 +122,16 @@ class Guidance:
                 tell_drafts=tuple(sample.seat for sample, _ in drawing) if drafting else (),
             )
 
-    def failed(self) -> list[tuple[Request, str]]:
-        """Requests with a sample that nothing may follow, and why."""
+    def failed(self) -> list[tuple[Request, str, str | None]]:
+        """Requests with a sample that nothing may follow, why, and which field is to blame."""
         self._forget()
-        return [
-            (sample.request, sample.guide.error)
-            for sample in self._guided
-            if sample.guide is not None and sample.guide.error is not None
-        ]
+        found = []
+        for sample in self._guided:
+            guide, wanted = sample.guide, sample.request.spec.constraint
+            if guide is not None and guide.error is not None:
+                blamed = wanted.param if wanted is not None and guide.is_refusal else None
+                found.append((sample.request, guide.error, blamed))
+        return found
 
     def _forget(self) -> None:
         """Those that are over."""

@@ -109,6 +109,11 @@ class Guide:
         return self.error is None and (self.filling is None or self.filling.done())
 
     @property
+    def is_refusal(self) -> bool:
+        """Whether `error` is the request's own doing."""
+        return self.error is not None and self.error.startswith((NOTHING_LEFT, TOO_COMPLEX))
+
+    @property
     def num_drafts(self) -> int:
         """How many of the drafts last filled for may be verified."""
         return len(self.places) - 1

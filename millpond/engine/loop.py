@@ -228,7 +228,8 @@ class Engine:
         try:
             self._guidance.guide(request, None if grammar is None else grammar.result())
         except (Rejected, CancelledError) as error:
-            self._committer.end_request(request, "error", str(error))
+            param = error.param if isinstance(error, Rejected) else None
+            self._committer.end_request(request, "error", str(error), param)
             return
         self._scheduler.enqueue(first)
         self._scheduler.tiers.asked(first)
@@ -255,8 +256,8 @@ class Engine:
         self._read_inbox()
         self._end_aborted()
         self._guidance.wait()
-        for request, why in self._guidance.failed():
-            self._committer.end_request(request, "error", why)
+        for request, why, param in self._guidance.failed():
+            self._committer.end_request(request, "error", why, param)
         if self._tiers is not None:
             self._tiers.advance()
         scheduled = self._scheduler.schedule()

@@ -62,10 +62,12 @@ class Outbox:
             return "stop", None
         return ("length" if len(tokens) >= request.length_limit else None), None
 
-    def end(self, sequence: Sequence, reason: str, error: str | None = None) -> None:
+    def end(
+        self, sequence: Sequence, reason: str, error: str | None = None, param: str | None = None
+    ) -> None:
         """End a sample that draws no more; nothing happens when it has ended before."""
         if sequence.finish_reason is None:
-            self._push(sequence, (), reason, None, error)
+            self._push(sequence, (), reason, None, error, param=param)
 
     def flush(self) -> None:
         """Wake the coroutines that wait for what was pushed since then, or feed the sink."""
@@ -84,6 +86,7 @@ class Outbox:
         stop: int | None,
         error: str | None,
         drafts: tuple[int, int] = (0, 0),
+        param: str | None = None,
     ) -> None:
         request = sequence.request
         outcome = logprobs = None
@@ -97,6 +100,7 @@ class Outbox:
             finish_reason=reason,
             stop_token=stop,
             error=error,
+            param=param,
             drafted=drafts[0],
             accepted=drafts[1],
             outcome=outcome,

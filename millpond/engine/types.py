@@ -64,7 +64,7 @@ class Delta(
 
     `finish_reason` is None while it runs, then one of stop, length, abort, error. `stop_token` is
     the stop or end-of-sequence token that ended it (it is also the last of `tokens`); `error` says
-    what went wrong. Of `drafted` draft tokens that were put to the test for it, `accepted` are
+    what went wrong, and `param` which field of the request is to blame, if one is. Of `drafted` draft tokens that were put to the test for it, `accepted` are
     among `tokens`. `outcome` and `prompt_logprobs` come with the first delta of a request.
     """
 
@@ -74,6 +74,7 @@ class Delta(
     finish_reason: str | None = None
     stop_token: int | None = None
     error: str | None = None
+    param: str | None = None
     drafted: int = 0
     accepted: int = 0
     outcome: PrefixOutcome | None = None

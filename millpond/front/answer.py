@@ -47,6 +47,7 @@ class Piece:
 
     `finish_reason` is stop, length, tool_calls, abort or error in the last piece. `raw` is the text
     before it was parsed; `stop_reason` the stop string, or the id of the stop token, that ended it.
+    `param` is the field of the request that is to blame for the `error`, if one is.
     """
 
     index: int
@@ -56,6 +57,7 @@ class Piece:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     error: str | None = None
+    param: str | None = None
 
     @property
     def text(self) -> str:
@@ -156,6 +158,7 @@ class Sample:
             finish_reason=finish,
             stop_reason=stop,
             error=delta.error,
+            param=delta.param,
         )
 
     @property

@@ -142,8 +142,9 @@ class Pipeline:
         made = [_whole(i, a, p) for i, (a, p) in enumerate(zip(flight.answers, kept, strict=True))]
         if not single:
             return made
-        if made[0].finish_reason == "error":
-            raise self._failure(made[0].error)
+        failed = next((p for p in kept[0] if p.finish_reason == "error"), None)
+        if failed is not None:
+            raise self._failure(failed)
         return made[0]
 
     def stream_infer(
@@ -168,13 +169,15 @@ class Pipeline:
         flight = Flight(self.service, asks, uuid.uuid4().hex)
         for index, piece in self._follow(flight):
             if piece.finish_reason == "error":
-                raise self._failure(piece.error)
+                raise self._failure(piece)
             yield _response(index, flight.answers[index], [piece])
 
-    def _failure(self, error: str | None) -> StepFailed | Unavailable:
+    def _failure(self, piece: Piece) -> StepFailed | Unavailable | Rejected:
         if not self.service.engine.healthy:
             return Unavailable(f"the engine has failed: {self.service.engine.failure}")
-        return StepFailed(error or "the request failed")
+        if piece.param is not None:
+            return Rejected(piece.error or "the request cannot be served", param=piece.param)
+        return StepFailed(piece.error or "the request failed")
 
     def _follow(self, flight: Flight) -> Iterator[tuple[int, Piece]]:
         """The pieces of a flight, from the loop's thread to this one; aborts it when left early."""

@@ -152,6 +152,26 @@ def test_what_cannot_be_compiled_is_a_400_that_names_the_field(
     assert reply.json()["error"]["param"] == param
 
 
+def test_a_request_that_leaves_itself_nothing_to_say_is_its_callers_mistake(server: Running):
+    body = {
+        "prompt": "x", "guided_choice": ["ab"], "stop_token_ids": list(range(2048)),
+        "min_tokens": 3, "max_tokens": 9,
+    }  # fmt: skip
+    reply = post(server, "/v1/completions", body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, "guided_choice")
+    assert "stop_token_ids and min_tokens" in reply.json()["error"]["message"]
+    events = post(server, "/v1/completions", {**body, "stream": True}).text.split("\n\n")
+    assert '"type":"invalid_request_error"' in events[-3]
+    wish = GenerationConfig(
+        response_format={"type": "regex_schema", "regex_schema": "ab"},
+        stop_token_ids=tuple(range(2048)), min_new_tokens=3, max_new_tokens=9,
+    )  # fmt: skip
+    pipe = Pipeline(server.service)
+    pipe.close = lambda: None  # type: ignore[method-assign]  # the engine is the module's
+    with pytest.raises(Rejected, match="min_tokens"):
+        pipe("x", wish, do_preprocess=False)
+
+
 def test_a_compilation_stalls_no_other_request(server: Running, monkeypatch):
     gate, entered = threading.Event(), threading.Event()
     compile_ = Grammars._compile

@@ -64,6 +64,7 @@ class Told:
     finish: str | None = None
     stop: int | None = None
     error: str | None = None
+    param: str | None = None
     accepted: int = 0
 
     @property
@@ -133,4 +134,5 @@ def read(stream: Any, samples: int) -> list[Told]:
         one.accepted += delta.accepted
         if delta.finish_reason is not None:
             one.finish, one.stop, one.error = delta.finish_reason, delta.stop_token, delta.error
+            one.param = delta.param
     return told

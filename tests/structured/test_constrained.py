@@ -182,6 +182,7 @@ def test_a_request_that_leaves_itself_no_token_fails_alone(house: House):
     first, second, third = house.tell(refused, late, again)
     for failed in (first[0], second[0]):
         assert (failed.finish, failed.error) == ("error", NOTHING_LEFT)
+        assert failed.param == "response_format"
     assert second[0].text == "a"
     assert third[0].tokens == alone[0][0].tokens
 

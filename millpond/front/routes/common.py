@@ -98,6 +98,8 @@ def failure(service: Service, piece: Piece) -> MillpondError:
         return Unavailable(f"the engine has failed: {service.engine.failure}")
     if piece.finish_reason == "abort":  # not by its client, who would not read this
         return Unavailable("the server is shutting down and has ended the request")
+    if piece.param is not None:
+        return Rejected(piece.error or "the request cannot be served", param=piece.param)
     return StepFailed(piece.error or "the request failed")
 
 
