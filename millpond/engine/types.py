@@ -64,8 +64,9 @@ class Delta(
 
     `finish_reason` is None while it runs, then one of stop, length, abort, error. `stop_token` is
     the stop or end-of-sequence token that ended it (it is also the last of `tokens`); `error` says
-    what went wrong, and `param` which field of the request is to blame, if one is. Of `drafted` draft tokens that were put to the test for it, `accepted` are
-    among `tokens`. `outcome` and `prompt_logprobs` come with the first delta of a request.
+    what went wrong, and `param` which field of the request is to blame, if one is. Of `drafted`
+    draft tokens that were put to the test for it, `accepted` are among `tokens`. `outcome` and
+    `prompt_logprobs` come with the first delta of a request.
     """
 
     request_id: str
