@@ -19,11 +19,15 @@ from pathlib import Path
 from millpond.errors import Refused
 from millpond.store.backend import Backend
 from millpond.telemetry import logger
+from millpond.units import MIB
 
 log = logger("store")
 
 CACHE_FILE = ".millpond-fingerprint.json"
-"""Beside the weights, where that place can be written; without it they are read at every start."""
+"""Beside large weights, where that can be written; else they are read at every start."""
+
+WORTH_KEEPING = 256 * MIB
+"""Weights below this are read again in less time than it takes to wonder about a file."""
 
 READERS = 2
 """Threads that checksum tensors; one reads about as fast as a disk does."""
@@ -81,7 +85,7 @@ def fingerprint(model_dir: Path) -> str:
             sums[file.name] = kept
         else:
             sums[file.name] = {**stamp, "digest": _file_digest(file)}
-    if sums != known:
+    if sums != known and sum(file.stat().st_size for file in files) >= WORTH_KEEPING:
         with contextlib.suppress(OSError):
             (model_dir / CACHE_FILE).write_text(json.dumps(sums, indent=1), encoding="utf-8")
     whole = hashlib.sha256((model_dir / "config.json").read_bytes())

@@ -147,7 +147,7 @@ class HostTower(RuleBasedStateMachine):
         first,
         wish,
     ):
-        self.tower = Tower(
+        self.tower = self.new_tower(
             num_slots=num_slots,
             num_pages=num_pages,
             num_seats=batch,
@@ -180,6 +180,10 @@ class HostTower(RuleBasedStateMachine):
         self.withhold: str | None = None
         self.flushes = 0
         self.submit(first, wish)
+
+    def new_tower(self, **numbers: Any) -> Tower:
+        """The tower under test."""
+        return Tower(**numbers)
 
     # What a client does.
 
