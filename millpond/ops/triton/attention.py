@@ -1,0 +1,417 @@
+"""Attention over paged keys and values: chunk form by query blocks, single tokens by splits.
+
+Contract: `millpond.ops.reference.attention`. A query folds tiles of 64 positions, one page each, in
+rising order from position 0; weights are rounded to the model dtype before they meet the values,
+maxima and sums stay fp32. A single token's tiles are folded in splits whose size follows from its
+own position alone and which are then added in rising order: its bytes depend on no neighbour, nor
+on how many splits a launch has room for. fp32 operands are multiplied as three TF32 products.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import e, log2
+
+import torch
+import triton
+import triton.language as tl
+
+from millpond.ops.batch import ForwardBatch
+from millpond.ops.triton.live import live
+from millpond.ops.triton.shared import (
+    LAUNCH,
+    power_of_two,
+    product,
+    rounded,
+    row_of_block,
+    slot_stride,
+    token_stride,
+)
+
+TILE = 64
+"""Positions per tile; equals the page size."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """Lines (queries by heads) of a program's block, and how single tokens are split."""
+
+    lines: int
+    chunk_warps: int
+    chunk_stages: int
+    single_warps: int
+    single_stages: int
+    split_tiles: int  # the least tiles of a split
+    max_splits: int
+
+
+GQA = AttentionChoice(
+    lines=128, chunk_warps=8, chunk_stages=2, single_warps=4, single_stages=2,
+    split_tiles=8, max_splits=32,
+)  # fmt: skip
+MLA = AttentionChoice(
+    lines=64, chunk_warps=8, chunk_stages=2, single_warps=8, single_stages=2,
+    split_tiles=8, max_splits=16,
+)  # fmt: skip
+"""Not measured yet."""
+
+STORE_BLOCK = 1024
+
+
+def write_kv(
+    cache: torch.Tensor,
+    values: torch.Tensor,
+    token_page: torch.Tensor,
+    token_offset: torch.Tensor,
+) -> None:
+    """As the reference; values may be a view of wider tokens, a page's own elements lie together."""
+    count = values.shape[0]
+    heads, dim = (1, values.shape[1]) if cache.ndim == 3 else values.shape[1:]
+    if count:
+        _write_kv[(count, triton.cdiv(heads * dim, STORE_BLOCK))](
+            cache, values, token_page, token_offset, slot_stride(cache), token_stride(values),
+            HEADS=heads, D=dim, TILE=TILE, BLOCK=min(STORE_BLOCK, power_of_two(heads * dim)),
+            num_warps=4, **LAUNCH,
+        )  # fmt: skip
+
+
+def paged_gqa(
+    q: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    *,
+    batch: ForwardBatch,
+    scale: float,
+    first: int = 0,
+) -> torch.Tensor:
+    """As the reference."""
+    return _attend(q, key_pages, value_pages, batch, scale, first, None, GQA)
+
+
+def paged_mla(
+    q_latent: torch.Tensor,
+    latent_pages: torch.Tensor,
+    *,
+    batch: ForwardBatch,
+    scale: float,
+    selected: torch.Tensor | None,
+) -> torch.Tensor:
+    """As the reference. A tile of which a token selects nothing is not read for it."""
+    pages = latent_pages[:, None]
+    return _attend(q_latent, pages, pages, batch, scale, 0, selected, MLA)
+
+
+def _attend(
+    q: torch.Tensor,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    batch: ForwardBatch,
+    scale: float,
+    first: int,
+    selected: torch.Tensor | None,
+    choice: AttentionChoice,
+) -> torch.Tensor:
+    tokens, heads, dim = q.shape
+    kv_heads, value_dim = key_pages.shape[1], value_pages.shape[-1]
+    group = heads // kv_heads
+    out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
+    table = batch.page_table
+    mask = table if selected is None else selected.view(torch.uint8)
+    pages = (
+        key_pages, value_pages, mask, table, batch.row_start, batch.row_end,
+        slot_stride(key_pages), slot_stride(value_pages),
+        table.stride(0), mask.stride(0), table.shape[1], first, scale * log2(e),
+    )  # fmt: skip
+    shape = {
+        "KV_HEADS": kv_heads, "GROUP": group, "D": dim, "DP": max(16, power_of_two(dim)),
+        "DV": value_dim, "DVP": max(16, power_of_two(value_dim)),
+        "SAME": value_pages is key_pages, "SELECTED": selected is not None, "TILE": TILE,
+    }  # fmt: skip
+
+    whole = min(power_of_two(group), choice.lines)
+    queries = 1 if selected is not None else choice.lines // whole
+    block = max(whole, 16 // queries)
+    if batch.prefill.num_rows:
+        rows = batch.prefill.num_rows
+        blocks = batch.num_prefill_tokens // queries + rows
+        _chunk[(blocks, kv_heads * triton.cdiv(group, block))](
+            q, out, batch.prefill.cu_seqlens, rows, *pages, token_stride(q),
+            **shape, HEADS_IN_BLOCK=block, QUERIES=queries,
+            num_warps=choice.chunk_warps, num_stages=choice.chunk_stages, **LAUNCH,
+        )  # fmt: skip
+
+    first_token, verify = batch.num_prefill_tokens, batch.verify
+    singles = tokens - first_token
+    if singles:
+        splits = min(triton.cdiv(table.shape[1], choice.split_tiles), choice.max_splits)
+        stats = torch.empty((singles, splits, heads, 2), dtype=torch.float32, device=q.device)
+        parts = stats.new_empty((singles, splits, heads, value_dim))
+        seats, drafts = (
+            (batch.seats, batch.seats) if verify is None else (verify.seats, verify.num_drafts)
+        )
+        places = (
+            batch.positions, batch.token_row, seats, drafts, first_token,
+            batch.first_verify_token, 1 if verify is None else verify.width,
+        )  # fmt: skip
+        split = {"SPLIT": choice.split_tiles, "MOST": choice.max_splits}
+        block = max(16, whole)
+        _singles[(singles, kv_heads * triton.cdiv(group, block), splits)](
+            q, stats, parts, *places, *pages, splits, token_stride(q),
+            **shape, **split, HEADS_IN_BLOCK=block,
+            num_warps=choice.single_warps, num_stages=choice.single_stages, **LAUNCH,
+        )  # fmt: skip
+        _join[(singles, heads)](
+            stats, parts, out, *places, splits, table.shape[1],
+            HEADS=heads, DV=value_dim, DVP=shape["DVP"], TILE=TILE, **split,
+            num_warps=2, **LAUNCH,
+        )  # fmt: skip
+    return out
+
+
+@live
+def _write_kv(
+    cache, values, token_page, token_offset, page_stride, value_stride,
+    HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK elements of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    page = tl.load(token_page + token).to(tl.int64)
+    offset = tl.load(token_offset + token).to(tl.int64)
+    if page >= 0:
+        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+        value = tl.load(values + token * value_stride + at, mask=at < HEADS * D, other=0.0)
+        place = (at // D) * (TILE * D) + offset * D + at % D
+        value = rounded(value.to(tl.float32), cache.dtype.element_ty)
+        tl.store(cache + page * page_stride + place, value, mask=at < HEADS * D)
+
+
+@triton.jit
+def _vectors(
+    pages, page, head, left, stride, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr
+):
+    """A page's vectors of one head [TILE, DP]: zero from entry `left` on, and where no page is."""
+    entry = tl.arange(0, TILE)
+    d = tl.arange(0, DP)
+    there = (entry < tl.where(page >= 0, left, 0))[:, None]
+    if D != DP:
+        there = there & (d < D)[None, :]
+    at = pages + tl.maximum(page, 0) * stride + head * (TILE * D)
+    return tl.load(at + entry[:, None] * D + d[None, :], mask=there, other=0.0)
+
+
+@triton.jit
+def _fold(
+    queries, position, top, total, mixed, tile, head, end, line_mask,
+    keys, values, pages_of_row, key_stride, value_stride, first_position, scale,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    SAME: tl.constexpr, SELECTED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """One tile into the running maximum (of scores times log2 e), sum and mix of every line."""
+    page = tl.load(pages_of_row + tile).to(tl.int64)
+    left = end - tile * TILE
+    k = _vectors(keys, page, head, left, key_stride, D, DP, TILE)
+    scores = product(queries, tl.trans(k), queries.dtype, "tf32x3") * scale
+    at = tile * TILE + tl.arange(0, TILE)
+    seen = (at[None, :] <= position[:, None]) & (at >= first_position)[None, :]
+    if SELECTED:
+        seen = seen & (line_mask != 0)[None, :]
+    scores = tl.where(seen, scores, float("-inf"))
+    new = tl.maximum(top, tl.max(scores, 1))
+    finite = tl.where(new == float("-inf"), 0.0, new)
+    shrink = tl.exp2(top - finite)
+    weights = tl.exp2(scores - finite[:, None])
+    if SAME:
+        v = k
+    else:
+        v = _vectors(values, page, head, left, value_stride, DV, DVP, TILE)
+    total = total * shrink + tl.sum(weights, 1)
+    mixed = mixed * shrink[:, None] + product(weights, v, queries.dtype, "tf32x3")
+    return new, total, mixed
+
+
+@triton.jit
+def _fold_range(
+    queries, position, begin, stop, head, end, mask_of_token,
+    keys, values, pages_of_row, key_stride, value_stride, first_position, scale,
+    LINES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
+    SAME: tl.constexpr, SELECTED: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """Tiles begin .. stop - 1, in that order."""
+    top = tl.full([LINES], float("-inf"), tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    mixed = tl.zeros([LINES, DVP], tl.float32)
+    for tile in range(begin, stop):
+        if SELECTED:
+            chosen = tl.load(mask_of_token + tile * TILE + tl.arange(0, TILE))
+            if tl.max(chosen.to(tl.int32), 0) > 0:
+                top, total, mixed = _fold(
+                    queries, position, top, total, mixed, tile, head, end, chosen,
+                    keys, values, pages_of_row, key_stride, value_stride, first_position, scale,
+                    D, DP, DV, DVP, SAME, SELECTED, TILE,
+                )  # fmt: skip
+        else:
+            top, total, mixed = _fold(
+                queries, position, top, total, mixed, tile, head, end, 0,
+                keys, values, pages_of_row, key_stride, value_stride, first_position, scale,
+                D, DP, DV, DVP, SAME, SELECTED, TILE,
+            )  # fmt: skip
+    return top, total, mixed
+
+
+@live
+def _chunk(
+    q, out, cu_seqlens, count, keys, values, selected, page_table, row_start, row_end,
+    key_stride, value_stride, table_stride, selected_stride, num_pages, first_position, scale,
+    q_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, SAME: tl.constexpr, SELECTED: tl.constexpr,
+    TILE: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+):  # fmt: skip
+    """QUERIES tokens of a prompt row by heads that share keys, all their past."""
+    LINES: tl.constexpr = QUERIES * HEADS_IN_BLOCK
+    BLOCKS: tl.constexpr = (GROUP + HEADS_IN_BLOCK - 1) // HEADS_IN_BLOCK
+    block = tl.num_programs(0) - 1 - tl.program_id(0)  # the longest pasts begin first
+    row = row_of_block(cu_seqlens, count, block, QUERIES)
+    begin = tl.load(cu_seqlens + row).to(tl.int64)
+    length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
+    first = (block - (begin // QUERIES + row)) * QUERIES
+    if first < length:
+        kv_head = tl.program_id(1) // BLOCKS
+        line = tl.arange(0, LINES)
+        step = first + line // HEADS_IN_BLOCK
+        head = (tl.program_id(1) % BLOCKS) * HEADS_IN_BLOCK + line % HEADS_IN_BLOCK
+        real = (step < length) & (head < GROUP)
+        head += kv_head * GROUP
+        d = tl.arange(0, DP)
+        queries = tl.load(
+            q + (begin + step)[:, None] * q_stride + head[:, None] * D + d[None, :],
+            mask=real[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
+        start = tl.load(row_start + row).to(tl.int64)
+        last = start + tl.minimum(first + QUERIES, length) - 1
+        stop = tl.minimum(last // TILE + 1, num_pages).to(tl.int32)
+        top, total, mixed = _fold_range(
+            queries, tl.where(real, start + step, -1), 0, stop, kv_head,
+            tl.load(row_end + row).to(tl.int64), selected + (begin + first) * selected_stride,
+            keys, values, page_table + row.to(tl.int64) * table_stride, key_stride, value_stride,
+            first_position, scale, LINES, D, DP, DV, DVP, SAME, SELECTED, TILE,
+        )  # fmt: skip
+        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        dv = tl.arange(0, DVP)
+        place = (begin + step)[:, None] * (KV_HEADS * GROUP * DV) + head[:, None] * DV
+        tl.store(
+            out + place + dv[None, :],
+            rounded(mixed, out.dtype.element_ty),
+            mask=real[:, None] & (dv < DV)[None, :],
+        )
+
+
+@triton.jit
+def _tiles_of(
+    token, positions, verify_seats, num_drafts, first_token, first_verify, verify_width, num_pages,
+    TILE: tl.constexpr,
+):  # fmt: skip
+    """Tiles that a single token sees; none for the padding of verify rows."""
+    tiles = tl.load(positions + first_token + token).to(tl.int32) // TILE + 1
+    place = token + first_token - first_verify
+    if place >= 0:
+        row = place // verify_width
+        seat = tl.load(verify_seats + row)
+        drafts = tl.load(num_drafts + row)
+        tiles = tl.where((seat >= 0) & (place % verify_width <= drafts), tiles, 0)
+    return tl.minimum(tiles, num_pages)
+
+
+@triton.jit
+def _span_of(tiles, SPLIT: tl.constexpr, MOST: tl.constexpr):
+    """Tiles of one split: SPLIT, doubled until MOST of them are enough."""
+    span = SPLIT
+    while span * MOST < tiles:
+        span *= 2
+    return span
+
+
+@live
+def _singles(
+    q, stats, parts, positions, token_row, verify_seats, num_drafts, first_token, first_verify,
+    verify_width, keys, values, selected, page_table, row_start, row_end,
+    key_stride, value_stride, table_stride, selected_stride, num_pages, first_position, scale,
+    split_stride, q_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, DVP: tl.constexpr, SAME: tl.constexpr, SELECTED: tl.constexpr,
+    TILE: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token by heads that share keys, one split of its past."""
+    BLOCKS: tl.constexpr = (GROUP + HEADS_IN_BLOCK - 1) // HEADS_IN_BLOCK
+    token = tl.program_id(0)
+    tiles = _tiles_of(
+        token, positions, verify_seats, num_drafts, first_token, first_verify, verify_width,
+        num_pages, TILE,
+    )  # fmt: skip
+    span = _span_of(tiles, SPLIT, MOST)
+    begin = tl.program_id(2) * span
+    if begin < tiles:
+        packed = (first_token + token).to(tl.int64)
+        row = tl.load(token_row + packed).to(tl.int64)
+        kv_head = tl.program_id(1) // BLOCKS
+        line = tl.arange(0, HEADS_IN_BLOCK)
+        head = (tl.program_id(1) % BLOCKS) * HEADS_IN_BLOCK + line
+        real = head < GROUP
+        head += kv_head * GROUP
+        d = tl.arange(0, DP)
+        queries = tl.load(
+            q + packed * q_stride + head[:, None] * D + d[None, :],
+            mask=real[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
+        position = tl.load(positions + packed).to(tl.int64)
+        top, total, mixed = _fold_range(
+            queries, tl.where(real, position, -1), begin, tl.minimum(begin + span, tiles), kv_head,
+            tl.load(row_end + row).to(tl.int64), selected + packed * selected_stride,
+            keys, values, page_table + row * table_stride, key_stride, value_stride,
+            first_position, scale, HEADS_IN_BLOCK, D, DP, DV, DVP, SAME, SELECTED, TILE,
+        )  # fmt: skip
+        place = (token.to(tl.int64) * split_stride + tl.program_id(2)) * (KV_HEADS * GROUP) + head
+        tl.store(stats + place * 2, top, mask=real)
+        tl.store(stats + place * 2 + 1, total, mask=real)
+        dv = tl.arange(0, DVP)
+        tl.store(
+            parts + place[:, None] * DV + dv[None, :],
+            mixed,
+            mask=real[:, None] & (dv < DV)[None, :],
+        )
+
+
+@live
+def _join(
+    stats, parts, out, positions, token_row, verify_seats, num_drafts, first_token, first_verify,
+    verify_width, split_stride, num_pages,
+    HEADS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
+    SPLIT: tl.constexpr, MOST: tl.constexpr,
+):  # fmt: skip
+    """The splits of one token and head, in rising order; zeros where there is none."""
+    token = tl.program_id(0)
+    tiles = _tiles_of(
+        token, positions, verify_seats, num_drafts, first_token, first_verify, verify_width,
+        num_pages, TILE,
+    )  # fmt: skip
+    span = _span_of(tiles, SPLIT, MOST)
+    dv = tl.arange(0, DVP)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([DVP], tl.float32)
+    one = tl.arange(0, 1)
+    for split in range((tiles + span - 1) // span):
+        place = (token.to(tl.int64) * split_stride + split) * HEADS + tl.program_id(1)
+        other = tl.load(stats + place * 2 + one)
+        part = tl.load(parts + place * DV + dv, mask=dv < DV, other=0.0)
+        new = tl.maximum(top, other)
+        finite = tl.where(new == float("-inf"), 0.0, new)
+        shrink, grow = tl.exp2(top - finite), tl.exp2(other - finite)
+        total = total * shrink + tl.load(stats + place * 2 + 1 + one) * grow
+        mixed = mixed * shrink + part * grow
+        top = new
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)
+    place = ((first_token + token).to(tl.int64) * HEADS + tl.program_id(1)) * DV
+    tl.store(out + place + dv, rounded(mixed, out.dtype.element_ty), mask=dv < DV)
