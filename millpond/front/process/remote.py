@@ -170,8 +170,15 @@ class RemoteEngine:
             raise Unavailable(f"the engine has not ended its step within {STEP:g} s") from None
 
     def prepare(self, constraint: Constraint) -> Future[Any]:
-        """Have a constraint compiled there; the future may raise `Rejected` or `Unavailable`."""
-        return self._ask(lambda ticket: m.Prepare(ticket, constraint))
+        """Have a constraint compiled there; this or the future may raise as the engine's does."""
+        try:
+            return self._ask(lambda ticket: m.Prepare(ticket, constraint))
+        except ValueError as error:  # half of a pair of surrogates
+            raise Rejected(
+                f"the {constraint.kind} cannot be told to the engine: {error}",
+                param=constraint.param,
+                code="invalid_grammar",
+            ) from error
 
     def stats(self) -> EngineStats:
         """A snapshot, or the last one of an engine that does not answer. Raises `Unavailable`."""
@@ -310,13 +317,16 @@ class RemoteEngine:
         ticket, promise = next(self._tickets), Future[EngineStats | None]()
         with self._lock:
             self._orders[ticket] = promise
-        if (
-            self._failure is not None
-            or not self.startup.ready
-            or not self._requests.send(order(ticket))
-        ):
-            with self._lock:
-                self._orders.pop(ticket, None)
+        sent = False
+        try:
+            sent = (
+                self._failure is None and self.startup.ready and self._requests.send(order(ticket))
+            )
+        finally:
+            if not sent:
+                with self._lock:
+                    self._orders.pop(ticket, None)
+        if not sent:
             raise Unavailable(self._failure or "the engine answers no questions now")
         return promise
 
