@@ -16,8 +16,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from millpond.front import replies
 from millpond.units import human
 
-OPEN = frozenset({"/health", "/ready"})
-"""Paths that need no key: whoever looks after the process has none."""
+OPEN = frozenset({"/health", "/ready", "/"})
+"""Paths that need no key: whoever looks after the process has none, and the page asks for one."""
 
 LINGER_BYTES, LINGER_SECONDS = 64 << 20, 5.0
 """How much of a refused body is read and dropped, so that its sender gets to read the refusal."""

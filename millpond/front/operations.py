@@ -19,8 +19,9 @@ def routes(service: Service) -> APIRouter:
     """The routes that change nothing, over one service."""
     router = APIRouter()
 
+    # The routes at the bottom are asked first: they take both methods, and name both in a 405.
     @router.get("/health", responses=documented(503))
-    @router.head("/health", include_in_schema=False)
+    @router.api_route("/health", methods=["GET", "HEAD"], include_in_schema=False)
     async def health() -> Response:
         """200 while requests can be answered, or will be again."""
         phase = service.phase
@@ -28,7 +29,7 @@ def routes(service: Service) -> APIRouter:
         return replies.reply(made, 503 if phase == "failed" else 200)
 
     @router.get("/ready", responses=documented(503))
-    @router.head("/ready", include_in_schema=False)
+    @router.api_route("/ready", methods=["GET", "HEAD"], include_in_schema=False)
     async def ready() -> Response:
         """200 when a request sent now is answered; else how far the start has come."""
         startup, trouble = service.startup, service.trouble
@@ -69,7 +70,7 @@ def admin_routes(service: Service, *, enabled: bool) -> APIRouter:
     errors = documented(400, 401, 403, 429, 500, 503)
 
     @router.post("/flush_cache", responses=errors)
-    @router.get("/flush_cache", include_in_schema=False)
+    @router.api_route("/flush_cache", methods=["GET", "POST"], include_in_schema=False)
     async def flush_cache() -> Response:
         """Forget every cached prefix; what runs goes on."""
         if not enabled:

@@ -242,6 +242,7 @@ def serve(service: Service, address: socket.socket, options: Options) -> int:
     )
     server = _Server(config, service, options.drain_seconds)
     _allow_many_connections()
+    log.info("sampling where a request says nothing: %s", service.defaults)
     log.info("serving %s at http://%s:%d (%s)", service.name, host, port, service.phase)
     # uvicorn raises a signal again after it has shut down; ours have been acted on by then.
     before = {s: signal.signal(s, _ignore) for s in (signal.SIGINT, signal.SIGTERM)}

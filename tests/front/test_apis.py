@@ -359,10 +359,11 @@ def test_a_bad_generate_is_a_400_that_names_the_field(server, body, param):
 @pytest.mark.parametrize("path", ["/v1/embeddings", "/v1/rerank", "/classify", "/pooling"])
 def test_what_a_text_generator_does_not_do_is_said(server, path):
     reply = post(server, path, input="x", model="tiny")
-    assert reply.status_code == 400
+    assert reply.status_code == 404
     error = reply.json()["error"]
-    assert (error["param"], error["code"]) == (path.rpartition("/")[2], "unsupported")
+    assert (error["param"], error["code"]) == (path.rpartition("/")[2], "not_found")
     assert path in error["message"]
+    assert "this server generates text" in error["message"]
 
 
 # Long prompts.

@@ -7,9 +7,11 @@ from fastapi import APIRouter
 from millpond.front.routes import (
     chat,
     completions,
+    facts,
     generate,
     messages,
     models,
+    page,
     refused,
     responses,
     tokens,
@@ -20,4 +22,5 @@ from millpond.front.service import Service
 def routers(service: Service) -> tuple[APIRouter, ...]:
     """One router a module, over one service."""
     speaking = (chat, completions, responses, messages, generate)
-    return (*(m.routes(service) for m in (*speaking, models, tokens)), refused.routes())
+    of_service = (m.routes(service) for m in (*speaking, models, tokens, facts))
+    return (*of_service, refused.routes(), page.routes())

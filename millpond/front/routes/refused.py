@@ -37,5 +37,5 @@ async def _refuse(request: Request) -> Response:
         f"{path} is not supported: this server generates text, and does not do "
         f"{_NOT_SERVED.get(path, 'this')}",
         param=path.rpartition("/")[2],
-        code="unsupported",
+        code="not_found",
     )
