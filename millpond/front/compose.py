@@ -108,8 +108,9 @@ def open_engine(
         on_phase("loading")
         weights = None
         if planned.store is not None:  # checksummed beside the loading, which reads the same bytes
-            reader = undo.enter_context(ThreadPoolExecutor(1, "millpond-identity"))
+            reader = ThreadPoolExecutor(1, "millpond-identity")
             weights = reader.submit(Weights, planned.store, planned.directory, planned.resolved)
+            reader.shutdown(wait=False)  # ends when that is done
         executor = build_executor(planned.directory, planned.resolved, planned.executor)
         undo.callback(executor.close)
         if warm:
