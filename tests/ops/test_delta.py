@@ -187,3 +187,15 @@ def test_model_dtype_rounds_the_output_once_and_the_state_never(kind: str, op) -
     assert o.dtype == torch.bfloat16
     torch.testing.assert_close(o.double(), outs, atol=1e-5, rtol=2**-8)
     torch.testing.assert_close(layer.bank[4].double(), states[-1], atol=4e-6, rtol=4e-6)
+
+
+@pytest.mark.parametrize("op", [delta_prefill, delta_decode])
+def test_a_row_without_tokens_writes_its_input(op) -> None:
+    layer = Layer("kda", 3)
+    before = layer.bank.clone()
+    rows = make_rows([0, 3, 0, 0], [4, 5, -1, 6], [7, 8, 9, -1])
+    layer.run(op, rows)
+    assert torch.equal(layer.bank[7], before[4])
+    assert not layer.bank[9].any()
+    assert not torch.equal(layer.bank[8], before[5])
+    assert rows.written.agreed() == {(7, 0), (8, 3), (9, 0)}

@@ -96,7 +96,11 @@ def delta_prefill(
     )
     row, folded, slot = write_targets(rows)
     first = torch.tensor((0, *chunks[:-1]), device=v.device).cumsum(0)
-    write_slots(bank, slot, after[first[row] + (folded - 1) // CHUNK])
+    index = first[row] + (folded - 1) // CHUNK
+    if 0 in rows.lengths:  # a row without tokens writes its input
+        after = torch.cat((before, after))
+        index = torch.where(folded > 0, rows.num_rows + index, row)
+    write_slots(bank, slot, after[index])
     rows.written.record(slot, folded)
     return o.transpose(1, 2).reshape(-1, heads, v.shape[-1])[place].to(v.dtype)
 

@@ -19,6 +19,7 @@ HOMES = MappingProxyType(
         "conv_prefill": "conv",
         "conv_decode": "conv",
         "conv_verify": "conv",
+        "delta_prefill": "chunks",
         "delta_decode": "tokens",
         "delta_verify": "tokens",
     }

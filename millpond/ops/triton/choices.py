@@ -16,7 +16,7 @@ import torch
 class ConvChoice:
     """A program's tile of the convolution."""
 
-    tokens: int = 32  # of a prompt row
+    tokens: int = 16  # of a prompt row
     channels: int = 128
     warps: int = 4
 
@@ -30,11 +30,22 @@ class TokenChoice:
 
 
 @dataclass(frozen=True, slots=True)
+class ChunkChoice:
+    """The chunk form: a program's part of a state, and how far ahead chunks are loaded."""
+
+    values: int = 64  # value channels of one head, along the chunks
+    warps: int = 4
+    stages: int = 2
+    prepare_warps: int = 4
+
+
+@dataclass(frozen=True, slots=True)
 class Choices:
     """Everything that may be tuned on one GPU."""
 
     conv: ConvChoice = ConvChoice()
     tokens: TokenChoice = TokenChoice()
+    chunks: ChunkChoice = ChunkChoice()
 
 
 DEFAULT = Choices()
@@ -58,3 +69,8 @@ def conv_choice(device: torch.device) -> ConvChoice:
 def token_choice(device: torch.device) -> TokenChoice:
     """What `delta_decode` and `delta_verify` use on `device`."""
     return _of_device(device).tokens
+
+
+def chunk_choice(device: torch.device) -> ChunkChoice:
+    """What `delta_prefill` uses on `device`."""
+    return _of_device(device).chunks

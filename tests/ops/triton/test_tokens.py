@@ -21,12 +21,16 @@ DTYPES = [torch.float32, torch.bfloat16]
 class Layer:
     """Random inputs of one layer; sizes are no powers of two, and q, k, v views of wider rows."""
 
-    def __init__(self, kind: str, tokens: int, dtype: torch.dtype) -> None:
+    def __init__(
+        self, kind: str, tokens: int, dtype: torch.dtype, key_heads: int | None = None
+    ) -> None:
         self.made = torch.Generator().manual_seed(tokens)
         self.dtype = dtype
         self.key_heads, self.heads, self.k_dim, self.v_dim = (
-            (2, 4, 16, 40) if kind == "gdn" else (2, 2, 24, 16)
+            (1, 2, 16, 40) if kind == "gdn" else (2, 2, 24, 16)
         )
+        if key_heads is not None:
+            self.heads, self.key_heads = key_heads * self.heads // self.key_heads, key_heads
         self.decay_shape = (self.heads,) if kind == "gdn" else (self.heads, self.k_dim)
         bound = {"gdn": None, "kda": -5.0, "kda_softplus": None}[kind]
         bias = self.heads if kind == "gdn" else self.heads * self.k_dim
