@@ -8,6 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
+from time import monotonic
 from typing import NamedTuple
 
 from millpond.engine.counters import Counters
@@ -201,6 +202,7 @@ def tell_outcome(
         kind=kind,
         held_seconds=held_seconds,
         loaded_tokens=loaded_tokens,
+        queued_seconds=monotonic() - request.came,
     )
     counters.prompt_tokens += request.prompt_len
     counters.prefix_tokens[match.reason] += request.outcome.tokens

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from time import monotonic
 
 from millpond.engine.guide import Guide
 from millpond.engine.stream import RequestStream
@@ -20,6 +21,7 @@ class Request:
 
     __slots__ = (
         "aborting",
+        "came",
         "length_limit",
         "outcome",
         "prompt_logprobs",
@@ -48,6 +50,7 @@ class Request:
         self.length_limit = min(len(spec.tokens) + spec.params.max_tokens, token_limit)
         self.stop_from = len(spec.tokens) + spec.params.min_tokens
         self.aborting = False
+        self.came = monotonic()
         self.outcome: PrefixOutcome | None = None  # set by the first admission
         self.prompt_logprobs: list[TokenLogprob] | None = None  # until they were delivered
         if spec.params.prompt_logprobs is not None:

@@ -30,8 +30,9 @@ class PrefixOutcome(msgspec.Struct, frozen=True, kw_only=True):
 
     `reason` is one of hit, too_short, alignment, no_checkpoint, evicted, never_seen,
     needs_prompt_logits, disabled. `kind` says which kind of anchor was hit; `held_seconds` how long
-    the request was held back for another that computed what they share; `loaded_tokens` how many of
-    the cached ones were not on the device when it came, but in a store.
+    the request was held back for another that computed what they share, `queued_seconds` how long
+    it waited for a seat, that included; `loaded_tokens` how many of the cached ones were not on the
+    device when it came, but in a store.
     """
 
     reason: str
@@ -40,6 +41,7 @@ class PrefixOutcome(msgspec.Struct, frozen=True, kw_only=True):
     kind: str | None = None
     held_seconds: float = 0.0
     loaded_tokens: int = 0
+    queued_seconds: float = 0.0
 
     @property
     def tokens(self) -> int:

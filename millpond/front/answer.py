@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import time
+from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from millpond.engine.constraint import Constraint
@@ -199,6 +200,10 @@ class Answer:
     prompt_logprobs: tuple[TokenLogprob, ...] | None = None
     drafted: int = 0  # draft tokens that were verified
     accepted: int = 0  # those of them that are in the answer
+    runs: Counter[int] = field(default_factory=Counter)  # steps that verified, by how many it kept
+    begun: float = field(default_factory=time.perf_counter)  # all three in seconds of that clock
+    first_at: float | None = None  # when tokens first came
+    last_at: float | None = None  # and last
 
     def __post_init__(self) -> None:
         self.samples = [Sample(self.ask, self.tokenizer, i) for i in range(self.ask.params.n)]
@@ -214,7 +219,14 @@ class Answer:
         piece = sample.push(delta)
         self.drafted += delta.drafted
         # A stop string, or the one call that was wanted, may cut the answer among its drafts.
-        self.accepted += min(delta.accepted, sample.count - before)
+        kept = min(delta.accepted, sample.count - before)
+        self.accepted += kept
+        if delta.drafted:
+            self.runs[kept] += 1
+        if delta.tokens:
+            self.last_at = time.perf_counter()
+            if self.first_at is None:
+                self.first_at = self.last_at
         return piece
 
     @property

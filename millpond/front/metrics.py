@@ -22,6 +22,7 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._first = self._histogram("time_to_first_token", "Seconds to a request's first token")
         self._between = self._histogram("inter_token_latency", "Seconds between tokens")
+        self._queue = self._histogram("queue_time", "Seconds a request waited for a seat")
         self._whole = self._histogram("request_latency", "Seconds from a request to its end")
         self._http = Counter(
             "millpond_http_requests",
@@ -40,6 +41,10 @@ class Metrics:
         else:
             for _ in range(count):
                 self._between.observe(seconds / count)
+
+    def observe_queue(self, seconds: float) -> None:
+        """A request waited `seconds` before it was let in."""
+        self._queue.observe(seconds)
 
     def observe_request(self, seconds: float) -> None:
         """A request ended `seconds` after it came."""

@@ -126,6 +126,39 @@ def usage(answers: Iterable[Answer]) -> dict[str, Any]:
     }
 
 
+def metrics(answer: Answer, width: int) -> dict[str, Any]:
+    """What one answer took, as vLLM shows it; with drafts, how those of up to `width` fared.
+
+    Milliseconds; null for what cannot be told of an answer of no token, or of one.
+    """
+    begun, first, last = answer.begun, answer.first_at, answer.last_at
+    made: dict[str, Any] = dict.fromkeys(
+        ("time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms",
+         "tokens_per_second")
+    )  # fmt: skip
+    if answer.outcome is not None:
+        made["queue_time_ms"] = round(1000 * answer.outcome.queued_seconds, 3)
+    if first is not None and last is not None:
+        made["time_to_first_token_ms"] = round(1000 * (first - begun), 3)
+        made["generation_time_ms"] = round(1000 * (last - first), 3)
+        after = answer.completion_tokens - 1
+        if after > 0 and last > first:
+            made["mean_itl_ms"] = round(1000 * (last - first) / after, 3)
+            made["tokens_per_second"] = round(after / (last - first), 3)
+    steps = answer.runs.total()
+    if width and steps:
+        made["speculative_decoding"] = {
+            "mean_acceptance_length": 1 + answer.accepted / steps,
+            "draft_acceptance_rate": answer.accepted / answer.drafted,
+            "acceptance_histogram": [answer.runs[kept] for kept in range(width + 1)],
+            "num_spec_steps": steps,
+            "num_accepted_draft_tokens": answer.accepted,
+            "num_draft_tokens": answer.drafted,
+            "num_spec_tokens": width,
+        }
+    return made
+
+
 def envelope(kind: str, request_id: str, model: str, created: int | None = None) -> dict[str, Any]:
     """What every answer and chunk begins with."""
     return {

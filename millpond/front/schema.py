@@ -266,6 +266,7 @@ class Generate(Sampling):
     cache_salt: Text = ""
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
     return_token_ids: bool = False
+    include_metrics: bool = False
 
     def refuse_unsupported(self) -> None:
         """As for every route, and what a stream cannot carry."""

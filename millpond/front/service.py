@@ -344,7 +344,7 @@ class Flight:
 
     async def _read(self, index: int) -> AsyncGenerator[Piece]:
         """The pieces of one prompt; its request is ended when nothing more is wanted of it."""
-        answer, last = self.answers[index], self._begin
+        answer, last, told = self.answers[index], self._begin, False
         async for delta in self._streams[index]:
             self._ended[index] += delta.finish_reason is not None
             now = time.perf_counter()
@@ -352,6 +352,9 @@ class Flight:
                 self._metrics.observe_tokens(len(delta.tokens), now - last, last == self._begin)
                 last = now
             piece = answer.push(delta)
+            if not told and answer.outcome is not None:
+                told = True
+                self._metrics.observe_queue(answer.outcome.queued_seconds)
             if piece is not None:
                 yield piece
             if answer.done:

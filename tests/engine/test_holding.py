@@ -42,8 +42,10 @@ def test_the_second_of_two_prompts_in_the_queue_hits_what_the_first_one_computes
     first, second = (tower.request(SHARED + tail(n)) for n in (1, 2))
     assert tower.answers([first, second]) == [tower.naive(first), tower.naive(second)]
     assert cached(tower, first, second) == [0, 448]
-    assert tower.outcomes[second.request_id].kind == "branch_coming"
-    assert tower.outcomes[second.request_id].held_seconds > 0
+    outcome = tower.outcomes[second.request_id]
+    assert outcome.kind == "branch_coming"
+    assert outcome.queued_seconds >= outcome.held_seconds > 0
+    assert tower.outcomes[first.request_id].queued_seconds < outcome.queued_seconds
     stats = tower.engine.stats()
     assert stats.holds == {"published": 1}
     assert stats.prefix_hits == {"branch_coming": 1}

@@ -101,6 +101,24 @@ def test_usage_tells_reasoning_from_the_rest(server):
     assert (details["accepted_prediction_tokens"], details["rejected_prediction_tokens"]) == (0, 0)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_an_answer_took_is_told_where_it_is_asked_for(serve, stream):
+    server = serve("Think.</think>It is 4.", pause=0.005)
+    reply = post(server, CHAT, messages=HELLO, include_metrics=True, stream=stream)
+    last = streamed(reply)[-1] if stream else reply.json()
+    assert not (stream and "usage" in last)
+    told = last["metrics"]
+    assert told.keys() == {
+        "time_to_first_token_ms", "generation_time_ms", "queue_time_ms", "mean_itl_ms",
+        "tokens_per_second",
+    }  # fmt: skip
+    assert told["time_to_first_token_ms"] >= 5
+    assert told["generation_time_ms"] >= told["mean_itl_ms"] > 0
+    assert told["tokens_per_second"] > 0
+    short = post(server, CHAT, messages=HELLO, include_metrics=True, max_tokens=1).json()["metrics"]
+    assert (short["mean_itl_ms"], short["tokens_per_second"]) == (None, None)
+
+
 def test_a_prompts_log_probabilities_by_token_id(server):
     body = post(server, CHAT, messages=HELLO, prompt_logprobs=1, return_token_ids=True).json()
     first, *others = body["prompt_logprobs"]

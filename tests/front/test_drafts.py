@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 
 import httpx
@@ -100,6 +101,35 @@ def test_metrics_and_usage_tell_what_was_drafted_and_accepted(drafting):
                 for i in range(3)
             },
         }
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_one_answer_tells_how_its_own_drafts_fared(drafting, stream):
+    server = Running(drafting.service)
+    try:
+        before = drafting.stats()
+        body = {
+            "prompt": QUESTION, "max_tokens": 30, "temperature": 0, "ignore_eos": True,
+            "stream": stream, "include_metrics": True,
+        }  # fmt: skip
+        reply = httpx.post(server.url + "/v1/completions", json=body, timeout=60)
+        after = drafting.stats()
+        several = httpx.post(server.url + "/v1/completions", json={**body, "n": 2}, timeout=60)
+    finally:
+        server.close()
+    last = reply.text.split("\n\n")[-3] if stream else reply.text
+    told = json.loads(last.removeprefix("data: "))["metrics"]["speculative_decoding"]
+    assert told["num_spec_steps"] == after.drafts - before.drafts > 0
+    assert told["num_draft_tokens"] == after.draft_tokens - before.draft_tokens
+    accepted = after.accepted_tokens - before.accepted_tokens
+    assert told["num_accepted_draft_tokens"] == accepted > 0
+    histogram = told["acceptance_histogram"]
+    assert (len(histogram), told["num_spec_tokens"]) == (4, 3)
+    assert sum(histogram) == told["num_spec_steps"]
+    assert sum(kept * steps for kept, steps in enumerate(histogram)) == accepted
+    assert told["mean_acceptance_length"] == 1 + accepted / told["num_spec_steps"]
+    assert told["draft_acceptance_rate"] == accepted / told["num_draft_tokens"]
+    assert "metrics" not in several.text
 
 
 def test_without_drafts_load_clients_find_none(plain):

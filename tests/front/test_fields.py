@@ -57,7 +57,7 @@ SAMPLING: dict[str, Any] = {
 GENERATE = SAMPLING | {
     "model": "other", "max_tokens": 2, "best_of": 2, "prompt_logprobs": 1, "stream": True,
     "stream_options": With({"include_usage": True}, stream=True), "cache_salt": "s", "priority": 3,
-    "return_token_ids": True,
+    "return_token_ids": True, "include_metrics": True,
 }  # fmt: skip
 TURN = [{"role": "assistant", "content": "well"}]
 CASES: dict[str, tuple[type[Any], dict[str, Any]]] = {

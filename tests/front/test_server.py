@@ -250,7 +250,8 @@ def test_health_version_and_metrics(server):
         'millpond_requests_total{finish_reason="stop"} 1.0',
         'millpond_prefix_tokens_total{outcome="hit"}',
         "millpond_time_to_first_token_seconds_count 1.0", "millpond_requests_waiting",
-        "millpond_request_latency_seconds_count 1.0", 'millpond_kv_pages{state="indexed"}',
+        "millpond_request_latency_seconds_count 1.0", "millpond_queue_time_seconds_count 1.0",
+        'millpond_kv_pages{state="indexed"}',
         'millpond_http_requests_total{route="/v1/chat/completions",status="200"} 1.0',
     ):  # fmt: skip
         assert name in text, name

@@ -61,15 +61,25 @@ class ChoiceView(View):
         except MillpondError as error:
             yield event(replies.error_of(error))
         else:
-            if options.include_usage or self.service.force_usage:
-                yield chunk([], True)
+            usage = options.include_usage or self.service.force_usage
+            extras |= self._metrics()
+            if usage or extras:
+                yield chunk([], usage)
         yield DONE
 
     def body_of(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         """The whole answer around its choices."""
         made = replies.envelope(self.kind, self.id, self.service.name, self.created)
         usage = replies.usage(self.flight.answers)
-        return {**made, "choices": choices, "usage": usage, **self.first_extras()}
+        extras = self.first_extras() | self._metrics()
+        return {**made, "choices": choices, "usage": usage, **extras}
+
+    def _metrics(self) -> dict[str, Any]:
+        """What the answer took, where that is asked for; of several at once it cannot be told."""
+        if not self.body.include_metrics or self.body.n > 1 or len(self.flight.answers) > 1:
+            return {}
+        width = self.service.resolved.num_draft_tokens
+        return {"metrics": replies.metrics(self.flight.answers[0], width)}
 
 
 def joined(parts: Sequence[dict[str, Any]]) -> dict[str, Any]:
