@@ -5,6 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.ops.triton.layers import poisoned
+
+__all__ = ["device", "poisoned"]
+
 DEVICES = [
     pytest.param("cpu", marks=pytest.mark.interpreter, id="interpreter"),
     pytest.param("cuda", marks=pytest.mark.gpu, id="gpu"),

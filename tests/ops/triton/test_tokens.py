@@ -14,6 +14,8 @@ from tests.ops.batches import ints, make_rows, strided_bank
 from tests.ops.triton.side_by_side import NAN, bank_copy, equal_bytes, run
 from tests.ops.triton.tolerances import within
 
+pytestmark = pytest.mark.usefixtures("poisoned")
+
 KINDS = ["gdn", "kda", "kda_softplus"]
 DTYPES = [torch.float32, torch.bfloat16]
 
