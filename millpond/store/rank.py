@@ -188,6 +188,7 @@ class RankStore:
             namespace=keys.namespace,
             digest=digest,
             generation=generation,
+            put=job.number,
             end=end,
             slot_bytes=self._memory.slot_bytes,
             page_bytes=self._memory.page_bytes,
@@ -221,7 +222,7 @@ class RankStore:
         if manifest is None:
             backend.remove([keys.manifest(digests[-1])])
             raise _Failed("absent")
-        if manifest.generation != job.record.manifest.generation:
+        if not manifest.is_of(job.record.manifest):
             raise _Failed("absent")
         first = len(digests) - len(job.parts.pages)
         names = [keys.state(digests[-1], manifest.generation)]

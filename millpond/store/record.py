@@ -27,7 +27,7 @@ from millpond.state.checkpoint import AnchorKind, page_digest, prefix_salt, root
 PAGE = 64  # tokens
 
 _MAGIC = b"MPREC\x00\x00\x01"
-_HEAD = struct.Struct("<8s8s32s32sQQQdB7x")  # see `Manifest.pack`
+_HEAD = struct.Struct("<8s8sQ32s32sQQQdB7x")  # see `Manifest.pack`
 _KINDS = tuple(AnchorKind)
 
 
@@ -86,18 +86,25 @@ class Manifest:
     """What makes a record whole. Sizes in bytes; `began` in seconds of the wall clock.
 
     `namespace` and `digest` repeat what the key says, so that no other key's manifest passes for
-    this one. `sums` are the checksums of the state and of each page, shallowest first.
+    this one. `put` numbers the puts of a generation: the manifests of all ranks name the same one,
+    or what they name was not computed at once and is no record. `sums` are the checksums of the
+    state and of each page, shallowest first.
     """
 
     namespace: str
     digest: bytes
     generation: bytes
+    put: int
     end: int
     slot_bytes: int
     page_bytes: int
     began: float
     kind: AnchorKind
     sums: tuple[int, ...]
+
+    def is_of(self, other: Manifest) -> bool:
+        """Whether both were written by one put, on whichever ranks."""
+        return (self.generation, self.put) == (other.generation, other.put)
 
     @property
     def num_bytes(self) -> int:
@@ -109,6 +116,7 @@ class Manifest:
         head = _HEAD.pack(
             _MAGIC,
             self.generation,
+            self.put,
             self.digest,
             _digest_of(self.namespace),
             self.end,
@@ -126,7 +134,7 @@ class Manifest:
         data = bytes(data)
         if len(data) < _HEAD.size + 8 or zlib.crc32(data[:-4]) != _u32(data[-4:]):
             return None
-        magic, generation, named, where, end, slot, page, began, kind = _HEAD.unpack_from(data)
+        magic, generation, put, named, where, end, slot, page, began, kind = _HEAD.unpack_from(data)
         if magic != _MAGIC or named != digest or where != _digest_of(namespace):
             return None
         count = end // PAGE + 1
@@ -136,6 +144,7 @@ class Manifest:
             namespace=namespace,
             digest=digest,
             generation=generation,
+            put=put,
             end=end,
             slot_bytes=slot,
             page_bytes=page,

@@ -31,6 +31,7 @@ def manifest(end=128):
         namespace="n",
         digest=b"d" * 32,
         generation=b"g" * 8,
+        put=3,
         end=end,
         slot_bytes=1 << 40,
         page_bytes=7,
@@ -179,6 +180,22 @@ def test_two_ranks_are_one_record():
     del world.shelf.objects[key]
     assert world.lookup(TOKENS).why == "absent"  # one rank alone is none
     assert world.get(found, 4, [9, 10]).why == "absent"
+    world.close()
+
+
+def test_ranks_whose_manifests_are_of_different_puts_are_no_record():
+    """One rank lost its part and stored what was computed another time, in one generation."""
+    world = World(num_ranks=2)
+    world.put(TOKENS[:128], 1, [0, 1])
+    second = identity(tp_size=2).namespace(1)
+    for key in [key for key in world.shelf.objects if key.startswith(second)]:
+        del world.shelf.objects[key]
+    world.put(TOKENS[:128], 2, [3, 4])
+    assert world.get(world.lookup(TOKENS), 5, [7, 8]).why == "absent"
+    world.put(TOKENS[:128], 2, [3, 4])
+    assert world.get(world.lookup(TOKENS), 5, [7, 8]).why == ""
+    for rank in (0, 1):
+        assert world.bytes_of(5, [], rank) == world.bytes_of(2, [], rank)
     world.close()
 
 
