@@ -15,6 +15,23 @@ TABLE = {
     # Weights rounded to bf16 before they meet the values (2^-9 each, of a mean of order one), then
     # one rounding of the result that may fall to either side.
     ("attention", "bfloat16"): Within(2**-8, BF16),
+    # Sums of squares in another order, rsqrt and exp of another library.
+    ("norms", "float32"): Within(1e-6, 4e-6),
+    # The same before a rounding to bf16, and up to three roundings (norm, weight, gate) that may
+    # each fall to either side.
+    ("norms", "bfloat16"): Within(1e-6, 3 * BF16),
+    # exp of another library, products contracted to FMA.
+    ("elements", "float32"): Within(2e-6, 2e-6),
+    # The same, then one rounding to bf16 that may fall to either side, of a factor and the result.
+    ("elements", "bfloat16"): Within(1e-6, 2 * BF16),
+    # Sums over the hidden size in another order and in three TF32 parts; probabilities below one.
+    ("routes", "float32"): Within(1e-6, 1e-5),
+    # The same, then one rounding to bf16 that may fall to either side.
+    ("routes", "bfloat16"): Within(1e-6, BF16),
+    # Two products in a row, of terms of order one, with an activation between.
+    ("experts", "float32"): Within(1e-5, 1e-5),
+    # Roundings to bf16 (gate, up, their product, each expert's output) that may fall to either side.
+    ("experts", "bfloat16"): Within(2**-6, 2 * BF16),
 }
 
 
