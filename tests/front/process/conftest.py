@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +20,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = """
 import functools, sys
-from millpond.front import cli, serving
+from millpond.front import cli, server, serving
+server.FAREWELL = 4.0  # a busy machine takes its time to ask a server whose engine has failed
 serving.RemoteEngine = functools.partial(
     serving.RemoteEngine, opener="tests.support.null_engine:" + sys.argv[1])
 sys.exit(cli.main(["serve", *sys.argv[2:]]))
@@ -54,15 +57,22 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
+def _free_port() -> int:
+    """One that stays free: below those that the system itself gives to whoever connects."""
+    while True:
+        port = 15000 + secrets.randbelow(17000)
+        with socket.socket() as tried, suppress(OSError):
+            tried.bind(("127.0.0.1", port))
+            return port
+
+
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
     """Starts servers; whatever is left of them afterwards is killed."""
     started: list[Served] = []
 
     def start(opener: str = "open_slow", *flags: str, phase: str = "ready") -> Served:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = _free_port()
         words = [opener, "--server-port", str(port), "--log-level", "WARNING", *flags]
         process = subprocess.Popen(
             [sys.executable, "-c", COMMAND, *words],
