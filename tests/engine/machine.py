@@ -367,7 +367,7 @@ class HostTower(RuleBasedStateMachine):
         caps, settings = self.executor.capabilities, self.tower.settings
         copies = (request.params.n - 1) * bool(len(request.tokens) % PAGE_SIZE)
         fits = (
-            len(request.tokens) + 1 <= caps.num_pages * PAGE_SIZE
+            len(request.tokens) + 1 <= self.tower.token_limit
             and request.params.n <= settings.max_batch_size
             and -(-len(request.tokens) // PAGE_SIZE) + copies <= caps.num_pages
         )

@@ -22,7 +22,7 @@ class Threaded(StoredTower):
     def _open(self) -> Engine:
         self.ranks = []
         store = self.stores[0]
-        memory = SymbolicMemory(self.executor, 0, 1, None)
+        memory = SymbolicMemory(self.executor, 0, 1, None, {})
         rank = RankStore(0, memory, Door(lambda: store, (), retry_after=0.01))
         self.connector = Connector([rank], memory, "scripted")
         names = (identity().namespace(0),)

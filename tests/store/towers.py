@@ -28,11 +28,19 @@ EMPTY = -(1 << 63)
 class SymbolicMemory:
     """One rank's share of the symbolic slots and pages: every `num_ranks`-th word of their bytes.
 
-    What a rank wrote alone leaves a state that nobody can read.
+    What a rank wrote alone leaves a state that nobody can read; `halves` are the bytes of such.
     """
 
-    def __init__(self, executor: SymbolicExecutor, rank: int, num_ranks: int, batch: int | None):
+    def __init__(
+        self,
+        executor: SymbolicExecutor,
+        rank: int,
+        num_ranks: int,
+        batch: int | None,
+        halves: dict[int, tuple[Any, bytes]],
+    ) -> None:
         self.executor = executor
+        self.halves = halves
         self.rank, self.num_ranks = rank, num_ranks
         self.slot_bytes = 4 * (TOKENS + 2) // num_ranks
         self.page_bytes = 8 * PAGE_SIZE // num_ranks
@@ -57,13 +65,21 @@ class SymbolicMemory:
                 for at, word in enumerate(memoryview(view).cast("q")):
                     words[self.rank + at * self.num_ranks] = word
             if parts.slot is not None:
-                self.executor.slots[parts.slot] = _unpack_state(whole.pop(0))
+                data = whole.pop(0)
+                state = _unpack_state(data)
+                self.executor.slots[parts.slot] = state
+                if state is not None and _pack_state(state) != data:
+                    self.halves[parts.slot] = (state, bytes(data))
             for page, data in zip(parts.pages, whole, strict=True):
                 entries = struct.unpack(f"<{PAGE_SIZE}q", data)
                 self.executor.pages[page] = [None if e == EMPTY else e for e in entries]
 
     def _packed(self, parts: Parts) -> list[bytes]:
-        found = [] if parts.slot is None else [_pack_state(self.executor.slots[parts.slot])]
+        found = []
+        if parts.slot is not None:
+            state = self.executor.slots[parts.slot]
+            half, data = self.halves.get(parts.slot, (None, b""))
+            found.append(data if state is not None and half is state else _pack_state(state))
         for page in parts.pages:
             entries = [EMPTY if e is None else e for e in self.executor.pages[page]]
             found.append(struct.pack(f"<{PAGE_SIZE}q", *entries))
@@ -83,9 +99,9 @@ def _pack_state(state: tuple[int, ...] | None) -> bytes:
 
 def _unpack_state(data: bytes) -> tuple[int, ...] | None:
     count, _, *tokens = struct.unpack(f"<{TOKENS + 2}i", data)
-    if count == -1:
+    if count == -1 and not any(tokens):
         return None
-    return tuple(tokens[:count]) if 0 <= count <= TOKENS else (VOCAB + 1,)
+    return tuple(tokens[:count] if 0 <= count <= TOKENS else tokens[:1])
 
 
 class SteppedRank(RankStore):
@@ -142,8 +158,9 @@ class StoredTower(Tower):
 
     def _open(self) -> Engine:
         self.ranks: list[SteppedRank] = []
+        halves: dict[int, tuple[Any, bytes]] = {}
         for rank, store in enumerate(self.stores):
-            memory = SymbolicMemory(self.executor, rank, len(self.stores), self._batch)
+            memory = SymbolicMemory(self.executor, rank, len(self.stores), self._batch, halves)
             opener = self._backend or (lambda store=store: store)
             door = Door(opener, (), retry_after=5.0, clock=lambda: self.now)
             self.ranks.append(SteppedRank(rank, memory, door, clock=lambda: self.now))
