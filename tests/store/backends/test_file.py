@@ -137,6 +137,24 @@ def test_a_writer_that_dies_leaves_nothing_that_can_be_found(
     assert not partial.exists()
 
 
+def test_a_file_has_its_name_only_once_it_is_whole(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store, seen = filled(root), []
+    real = os.rename
+
+    def watched(source: Path, target: Path) -> None:
+        assert not target.exists()
+        assert source.parent == target.parent  # a rename within one file system
+        seen.append(source.read_bytes())
+        real(source, target)
+
+    monkeypatch.setattr(file.os, "rename", watched)
+    assert store.put([("k", memoryview(noise(5000, 9)))]) == [True]
+    assert seen == [store._path("k").read_bytes()]
+    assert seen[0].endswith(noise(5000, 9))
+
+
 def test_a_full_disk_refuses_and_makes_room_for_the_next(
     root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

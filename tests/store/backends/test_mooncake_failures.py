@@ -340,6 +340,7 @@ def test_a_forked_process_is_kept_out(lender: tuple[MooncakeStore, Arena]) -> No
     store, _ = lender
     child = os.fork()
     if child == 0:
+        signal.alarm(30)  # what happens otherwise is that it hangs
         try:
             store.exists(["k"])
         except StoreUnavailable:
