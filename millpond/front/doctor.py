@@ -15,6 +15,7 @@ from millpond.errors import Refused
 from millpond.front import plan
 from millpond.front.compose import Planned, plan_model
 from millpond.front.machine import cores, free_memory, versions
+from millpond.front.stores import tiers
 from millpond.models.base import describe
 from millpond.ops.bind import backends
 from millpond.runtime.worker import model_facts
@@ -68,7 +69,11 @@ def run(
     console.print(plan.table(planned.resolved, planned.facts))
     if seats:
         console.print(plan.drafts(seats, planned.facts.slot_bytes))
-    return 0
+    if planned.store is None:
+        return 0
+    made, reachable = tiers(planned.store, planned.facts.slot_bytes, planned.facts.page_bytes)
+    console.print(made)
+    return 0 if reachable or planned.store.optional else 1
 
 
 def _seats_by_drafts(planned: Planned) -> dict[int, int]:

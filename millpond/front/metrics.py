@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 from millpond.engine.types import EngineStats
 from millpond.errors import Unavailable
 from millpond.front.startup import Startup
+from millpond.front.store_metrics import store_families
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -136,6 +137,8 @@ class _EngineCollector(Collector):
             family = CounterMetricFamily(f"millpond_{name}", text)
             family.add_metric([], value)
             yield family
+        if s.store is not None:
+            yield from store_families(s.store)
         yield from _drafts("millpond_", s)
         if s.accepted_per_position:  # under the names that load clients look for
             yield from _drafts("vllm:", s)

@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from millpond.config import Resolved
+from rich.table import Table
+
+from millpond.config import PAGE, Resolved
 from millpond.engine.tiers import Store
 from millpond.errors import Refused
 from millpond.runtime.reach import Made
@@ -34,6 +36,30 @@ class Reachable(Protocol):
     @property
     def makes(self) -> Made:
         """What shapes the bytes there."""
+
+
+def tiers(config: StoreConfig, slot_bytes: int, page_bytes: int) -> tuple[Table, bool]:
+    """Where checkpoints are kept, for people, and whether the store can be reached just now."""
+    made = Table(title="tiers", title_justify="left")
+    for name in ("tier", "holds", "verdict"):
+        made.add_column(name)
+    made.add_row("device", "slots and pages as above", "ok")
+    holds, verdict, reachable = "", "ok", True
+    try:
+        backend = open_backend(config)
+        try:
+            stats = backend.stats()
+            known = (stats.bytes_held, stats.capacity)
+            holds = " of ".join(human(size) for size in known if size is not None)
+        finally:
+            backend.close()
+    except (Refused, StoreUnavailable) as error:
+        verdict, reachable = str(error), False
+    made.add_row(f"{config.backend} {config.path or ''}".strip(), holds, verdict)
+    for tokens in (1 << 10, 1 << 15):
+        size = slot_bytes + tokens // PAGE * page_bytes
+        made.add_row("", f"a record of {tokens:,} tokens takes {human(size)}", "")
+    return made, reachable
 
 
 class Weights:

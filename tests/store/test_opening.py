@@ -11,8 +11,9 @@ import pytest
 from millpond.config import PytorchEngineConfig, SpeculativeConfig
 from millpond.engine.loop import Engine
 from millpond.errors import Refused
-from millpond.front import stores
+from millpond.front import doctor, stores
 from millpond.front.compose import open_engine, plan_model
+from millpond.front.metrics import Metrics
 from millpond.store.backend import StoreUnavailable
 from millpond.store.file import FileStore
 
@@ -98,3 +99,31 @@ def test_a_start_that_is_refused_leaves_no_thread(tmp_path):
     with pytest.raises(Refused):
         opened(kv_transfer_config=transfer(tmp_path / "s", compact_model_identity="ab" * 32))
     assert threading.active_count() == before
+
+
+def test_metrics_tell_tiers_rates_sheds_and_the_breaker(tmp_path):
+    engine = opened(store=f"file:{tmp_path / 's'}")
+    metrics = Metrics()
+    metrics.read_engine(engine.stats)
+    text = metrics.exposition().decode()
+    engine.close()
+    for name in (
+        'millpond_store_breaker{state="closed"} 1.0',
+        'millpond_store_breaker{state="open"} 0.0',
+        "millpond_store_breaker_trips_total 0.0",
+        'millpond_store_bytes_per_second{kind="get"}',
+        "millpond_store_waiting 0.0",
+        "millpond_store_bytes ",
+    ):
+        assert name in text
+
+
+def test_doctor_shows_tiers_and_whether_the_store_is_there(tmp_path, capsys):
+    config = PytorchEngineConfig(**SMALL, store=f"file:{tmp_path / 's'}", store_size="1GiB")
+    assert doctor.run(None, config) == 0
+    shown = capsys.readouterr().out
+    assert "tiers" in shown
+    assert "of 1.0 GiB" in shown
+    (tmp_path / "plain").write_text("a file")
+    config = PytorchEngineConfig(**SMALL, store=f"file:{tmp_path / 'plain'}")
+    assert doctor.run(None, config) == 1

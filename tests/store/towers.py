@@ -18,7 +18,7 @@ from millpond.store.jobs import Forget, Job, Report
 from millpond.store.memory import Parts
 from millpond.store.rank import RankStore
 from tests.store.worlds import ScriptedStore, Shelf, identity
-from tests.support.symbolic import VOCAB, SymbolicExecutor
+from tests.support.symbolic import SymbolicExecutor
 from tests.support.towers import Tower
 
 TOKENS = 1022  # that a slot holds at most
