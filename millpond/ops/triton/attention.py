@@ -64,7 +64,7 @@ def write_kv(
     token_page: torch.Tensor,
     token_offset: torch.Tensor,
 ) -> None:
-    """As the reference; values may be a view of wider tokens, a page's own elements lie together."""
+    """As the reference; values may be a view of wider tokens."""
     count = values.shape[0]
     heads, dim = (1, values.shape[1]) if cache.ndim == 3 else values.shape[1:]
     if count:
@@ -291,7 +291,7 @@ def _chunk(
         start = tl.load(row_start + row).to(tl.int64)
         last = start + tl.minimum(first + QUERIES, length) - 1
         stop = tl.minimum(last // TILE + 1, num_pages).to(tl.int32)
-        top, total, mixed = _fold_range(
+        _top, total, mixed = _fold_range(
             queries, tl.where(real, start + step, -1), 0, stop, kv_head,
             tl.load(row_end + row).to(tl.int64), selected + (begin + first) * selected_stride,
             keys, values, page_table + row.to(tl.int64) * table_stride, key_stride, value_stride,

@@ -111,11 +111,11 @@ def grouped_experts(
     room = picks // ROWS + num_experts
     _up[(room, triton.cdiv(middle, COLUMNS))](
         x, gate_up, active, order, starts, token_stride(x), slot_stride(gate_up),
-        H=hidden, I=middle, TOP_K=top_k, LIMIT=limit, **sizes, **tuned, **LAUNCH,
+        H=hidden, MIDDLE=middle, TOP_K=top_k, LIMIT=limit, **sizes, **tuned, **LAUNCH,
     )  # fmt: skip
     _down[(room, triton.cdiv(hidden, COLUMNS))](
         active, down, weights.contiguous(), parts, order, starts, slot_stride(down),
-        H=hidden, I=middle, **sizes, **tuned, **LAUNCH,
+        H=hidden, MIDDLE=middle, **sizes, **tuned, **LAUNCH,
     )  # fmt: skip
     _sum_choices[(tokens, triton.cdiv(hidden, SUM_BLOCK))](
         parts, out, TOP_K=top_k, H=hidden, BLOCK=min(SUM_BLOCK, power_of_two(hidden)),
@@ -202,8 +202,8 @@ def _block_of(starts, block, E: tl.constexpr, ROWS: tl.constexpr):
 @live
 def _up(
     x, gate_up, active, order, starts, x_stride, expert_stride,
-    H: tl.constexpr, I: tl.constexpr, TOP_K: tl.constexpr, LIMIT: tl.constexpr, E: tl.constexpr,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    H: tl.constexpr, MIDDLE: tl.constexpr, TOP_K: tl.constexpr, LIMIT: tl.constexpr,
+    E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """ROWS choices of one expert by COLUMNS of its middle: both products, then the activation."""
     expert, first, left = _block_of(starts, tl.program_id(0), E, ROWS)
@@ -220,24 +220,24 @@ def _up(
             h = step + tl.arange(0, STEP)
             inside = (h < H)[None, :]
             a = tl.load(lines + h[None, :], mask=(row < left)[:, None] & inside, other=0.0)
-            there = (column < I)[:, None] & inside
+            there = (column < MIDDLE)[:, None] & inside
             b = tl.load(gates + h[None, :], mask=there, other=0.0)
-            c = tl.load(gates + I * H + h[None, :], mask=there, other=0.0)
+            c = tl.load(gates + MIDDLE * H + h[None, :], mask=there, other=0.0)
             gate += product(a, tl.trans(b), KEPT, "tf32x3")
             up += product(a, tl.trans(c), KEPT, "tf32x3")
         gate = rounded(gate, KEPT).to(tl.float32)
         up = rounded(up, KEPT).to(tl.float32)
         tl.store(
-            active + (first + row).to(tl.int64)[:, None] * I + column[None, :],
+            active + (first + row).to(tl.int64)[:, None] * MIDDLE + column[None, :],
             bounded_swiglu(gate, up, LIMIT, KEPT),
-            mask=(row < left)[:, None] & (column < I)[None, :],
+            mask=(row < left)[:, None] & (column < MIDDLE)[None, :],
         )
 
 
 @live
 def _down(
     active, down, weights, parts, order, starts, expert_stride,
-    H: tl.constexpr, I: tl.constexpr, E: tl.constexpr,
+    H: tl.constexpr, MIDDLE: tl.constexpr, E: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """ROWS choices of one expert by COLUMNS outputs, weighted, to where the choices stand."""
@@ -245,13 +245,13 @@ def _down(
     if left > 0:
         KEPT: tl.constexpr = parts.dtype.element_ty
         row = tl.arange(0, ROWS)
-        lines = active + (first + row).to(tl.int64)[:, None] * I
+        lines = active + (first + row).to(tl.int64)[:, None] * MIDDLE
         column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-        factors = down + expert.to(tl.int64) * expert_stride + column[:, None] * I
+        factors = down + expert.to(tl.int64) * expert_stride + column[:, None] * MIDDLE
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
-        for step in range(0, I, STEP):
+        for step in range(0, MIDDLE, STEP):
             i = step + tl.arange(0, STEP)
-            inside = (i < I)[None, :]
+            inside = (i < MIDDLE)[None, :]
             a = tl.load(lines + i[None, :], mask=(row < left)[:, None] & inside, other=0.0)
             b = tl.load(factors + i[None, :], mask=(column < H)[:, None] & inside, other=0.0)
             total += product(a, tl.trans(b), KEPT, "tf32x3")

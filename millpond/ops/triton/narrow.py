@@ -79,4 +79,5 @@ def _parts(
         mask=(token < count)[:, None] & (n < N)[None, :],
     )
     if SQUARES:
-        tl.store(parts + place + N, square, mask=(token < count) & (tl.program_id(1) == 0))
+        told = tl.where(tl.program_id(1) == 0, count, 0)
+        tl.store(parts + place + N, square, mask=token < told)

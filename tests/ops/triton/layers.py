@@ -1,4 +1,4 @@
-"""What the tests of layer kernels share: poisoned outputs, far-away memory, batches with verify rows."""
+"""What tests of layer kernels share: poisoned outputs, far-away memory, batches of all forms."""
 
 from __future__ import annotations
 
