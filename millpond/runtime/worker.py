@@ -124,7 +124,8 @@ def load(
     place = choose_device(device)
     computing = choose_dtype(dtype, place)
     description = describe(model_dir)
-    ops = bind(place, delta_prefill_backend=_delta_backend(description, kda_prefill_backend))
+    delta_backend = _delta_backend(description, kda_prefill_backend, computing)
+    ops = bind(place, delta_prefill_backend=delta_backend)
     check_drafts(description, num_draft_tokens)
     limit = description.config.max_position
     if session_len is not None and session_len > limit:
@@ -159,12 +160,16 @@ def load(
     return worker
 
 
-def _delta_backend(description: Description, kda_prefill_backend: str) -> str:
-    """The backend of `delta_prefill`; a choice for KDA that the model has no use for is refused."""
+def _delta_backend(description: Description, kda_prefill_backend: str, dtype: torch.dtype) -> str:
+    """The backend of `delta_prefill`; what the model has no use for, or cannot have, is refused."""
     if kda_prefill_backend != AUTO and description.config.delta_rule != "kda":
         raise Refused(
             f"kda_prefill_backend={kda_prefill_backend!r} is for models with KDA layers;"
             f" {description.model_type} has none"
+        )
+    if kda_prefill_backend == "flash_kda" and dtype != torch.bfloat16:
+        raise Refused(
+            f"kda_prefill_backend='flash_kda' computes in bfloat16 only, not in {str(dtype).removeprefix('torch.')}"
         )
     return kda_prefill_backend
 

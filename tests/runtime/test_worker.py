@@ -90,8 +90,10 @@ def test_an_unknown_model_or_backend_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "abacus"}))
     with pytest.raises(Refused, match="abacus"):
         load(tmp_path, device="cpu", num_slots=1, num_pages=1, num_seats=1)
-    with pytest.raises(Refused, match="flash_kda"):
-        small(kda_prefill_backend="flash_kda")
+    with pytest.raises(Refused, match="FlashKDA is not installed"):
+        small(kda_prefill_backend="flash_kda", dtype="bfloat16")
+    with pytest.raises(Refused, match="bfloat16 only, not in float32"):
+        small(kda_prefill_backend="flash_kda", dtype="float32")
 
 
 def test_a_backend_chosen_for_kda_layers_is_refused_for_a_model_without_any(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ through in four sub-blocks of 16 tokens. Keys of earlier sub-blocks carry their 
 of the last one, and end up as the keys that the state takes in.
 
 Rounding. State, decay, beta, norms and all sums are fp32. Matrix operands: in a bf16 model bf16,
-except in the triangular solve, where they are TF32; in an fp32 model three TF32 products stand for
-each fp32 one. u, w, decayed queries and keys and their products are stored in the operands' type.
+except in the triangular solve, where they are TF32; otherwise three TF32 products stand for each
+fp32 one. u, w, decayed queries and keys and their products are stored in the operands' type.
 """
 
 from __future__ import annotations
@@ -72,10 +72,10 @@ def delta_prefill(
     if shape["KP"] < SMALLEST_TILE:
         shape["KP"] = SMALLEST_TILE
     shape["BV"] = max(shape["BV"], SMALLEST_TILE)
-    narrow = v.dtype != torch.float32
-    operands = v.dtype if narrow else torch.float32
+    narrow = v.dtype == torch.bfloat16  # fp16 has not the range
+    operands = torch.bfloat16 if narrow else torch.float32
     products = {
-        "OPERAND": getattr(tl, str(operands).removeprefix("torch.")),
+        "OPERAND": tl.bfloat16 if narrow else tl.float32,
         "PRECISION": "tf32" if narrow else "tf32x3",
     }
     blocks = v.shape[0] // CHUNK + count
