@@ -88,6 +88,7 @@ HELP = {
     "drain_seconds": "how long running requests may go on after a signal to end",
     "speculative_algorithm": "deepseek_mtp: the model's own draft layer",
     "speculative_num_draft_tokens": "drafts a step, 0 to 7",
+    "chat_url": "talk to the model of this server instead; --model is then its name there",
     "prompt": "a question; without one, a conversation starts",
     "max_new_tokens": "longest answer, in tokens",
     "temperature": "0 is greedy; default: greedy",
@@ -228,6 +229,8 @@ class ChatFlags(_Engine):  # type: ignore[valid-type,misc]
 
     prompt: Annotated[CliPositionalArg[str | None], _help("prompt")] = None
     model: Annotated[str | None, _help("model")] = None
+    url: Annotated[str | None, _help("chat_url")] = None
+    api_key: Annotated[str | None, _help("client_key")] = None
     system: Annotated[str | None, _help("system")] = None
     max_new_tokens: Annotated[int, Field(ge=1, description=HELP["max_new_tokens"])] = 512
     temperature: Annotated[float | None, Field(ge=0, description=HELP["temperature"])] = None

@@ -101,6 +101,11 @@ class Pipeline:
         self._loop.close()
 
     @property
+    def name(self) -> str:
+        """What the model is called."""
+        return self.service.name
+
+    @property
     def tokenizer(self) -> Tokenizer:
         """The model's tokenizer."""
         return self.service.tokenizer

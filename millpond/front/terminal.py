@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from importlib import import_module
+from typing import Protocol
 
 from rich.console import Console
 from rich.text import Text
 
 from millpond.config import GenerationConfig
 from millpond.errors import MillpondError
-from millpond.front.pipeline import Pipeline, Response
+from millpond.front.pipeline import Response
 
 HELP = """\
 /help          this text
@@ -23,8 +24,21 @@ HELP = """\
 /quit          leave, as does the end of input"""
 
 
+class Partner(Protocol):
+    """A model to talk to, here or behind a server."""
+
+    @property
+    def name(self) -> str:
+        """What it is called."""
+
+    def stream_infer(
+        self, messages: list[dict[str, str]], wish: GenerationConfig, /
+    ) -> Iterator[Response]:
+        """What its answer gains, as it comes. Raises `MillpondError`."""
+
+
 def ask(
-    pipe: Pipeline, question: str, wish: GenerationConfig, *, system: str | None, reasoning: bool
+    pipe: Partner, question: str, wish: GenerationConfig, *, system: str | None, reasoning: bool
 ) -> int:
     """Print the answer to one question as it comes. Returns an exit status."""
     chat = Chat(pipe, wish, system=system, reasoning=reasoning)
@@ -36,7 +50,7 @@ class Chat:
 
     def __init__(
         self,
-        pipe: Pipeline,
+        pipe: Partner,
         wish: GenerationConfig,
         *,
         system: str | None = None,
@@ -52,7 +66,7 @@ class Chat:
         """Read lines until /quit or the end of input."""
         with suppress(ImportError):
             import_module("readline")  # gives `input` editing and history where there is one
-        self._note(f"{self._pipe.service.name}. /help lists the commands, /quit leaves.")
+        self._note(f"{self._pipe.name}. /help lists the commands, /quit leaves.")
         while True:
             try:
                 line = read("> ").strip()

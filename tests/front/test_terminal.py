@@ -5,23 +5,30 @@ from __future__ import annotations
 import io
 import json
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from millpond import GenerationConfig, Pipeline, PytorchEngineConfig, SpeculativeConfig
+from millpond.errors import Rejected
 from millpond.front import doctor, terminal
 from millpond.front.cli import main
 from millpond.front.compose import plan_model
+from millpond.front.distant import Distant
+from millpond.front.guard import Limits
+from millpond.front.load.wire import Target
 from millpond.front.pipeline import Response
 from millpond.front.plan import line, table
-from millpond.front.terminal import Chat, told
+from millpond.front.server import Options
+from millpond.front.terminal import Chat, Partner, told
 from millpond.front.text import Tokenizer
-from tests.front.conftest import BUNDLED, make_service
+from tests.front.conftest import BUNDLED, Running, make_service, wait_for
 from tests.support.published import glm_flash
 
 WISH = GenerationConfig(max_new_tokens=64)
+ASKED = {"role": "user", "content": "one"}
 
 
 @pytest.fixture
@@ -30,7 +37,7 @@ def pipe(tokenizer: Tokenizer) -> Iterator[Pipeline]:
         yield made
 
 
-def talk(pipe: Pipeline, *lines: str, **options: object) -> tuple[str, Chat]:
+def talk(pipe: Partner, *lines: str, **options: object) -> tuple[str, Chat]:
     out = io.StringIO()
     chat = Chat(pipe, WISH, console=Console(file=out, soft_wrap=True), **options)  # type: ignore[arg-type]
     typed = iter(lines)
@@ -92,6 +99,69 @@ def test_one_question_prints_one_answer(pipe, capsys):
     assert capsys.readouterr().out == "4 [b]é[/b].\n"
     pipe.service.engine.fault = "no"
     assert terminal.ask(pipe, "one", WISH, system=None, reasoning=False) == 1
+
+
+# The same, with a server.
+
+
+@pytest.fixture
+def distant(serve) -> Iterator[tuple[Distant, Running]]:
+    server = serve("Add.</think>4 [b]é[/b].")
+    with closing(Distant(Target(server.url))) as made:
+        yield made, server
+
+
+def test_a_conversation_with_a_server_is_the_same(distant, capsys):
+    there, server = distant
+    out, chat = talk(there, "/reasoning", "one", "/reasoning", "two")
+    assert out == "Add.4 [b]é[/b].\n4 [b]é[/b].\n"
+    assert chat.messages[1]["reasoning_content"] == "Add."
+    first, second = server.service.engine.requests
+    assert second.tokens[: len(first.tokens)] == first.tokens
+    assert first.params.temperature == 0
+    assert "tiny. /help" in capsys.readouterr().err
+
+
+def test_what_an_answer_of_a_server_cost_is_told_alike(distant):
+    there, server = distant
+    here = list(Pipeline(server.service).stream_infer([ASKED], WISH))[-1]
+    last = list(there.stream_infer([ASKED], WISH))[-1]
+    assert told(last, 2.0) == told(here, 2.0)
+    cut = WISH.model_copy(update={"max_new_tokens": 3})
+    assert told(list(there.stream_infer([ASKED], cut))[-1], 0.0).endswith("cut at the length limit")
+
+
+def test_an_answer_that_is_left_is_ended_at_the_server(distant):
+    there, server = distant
+    server.service.engine.pause = 0.05
+    for _ in there.stream_infer([ASKED], WISH):
+        break
+    wait_for(lambda: len(server.service.engine.aborted) == 1)
+    server.service.engine.pause = 0.0
+    assert "".join(p.text for p in there.stream_infer([ASKED], WISH)) == "4 [b]é[/b]."
+
+
+def test_what_a_server_refuses_or_fails_at_is_told_and_forgotten(distant, capsys):
+    there, server = distant
+    server.service.engine.fault = "not finite"
+    _, chat = talk(there, "one")
+    server.service.engine.refuse = Rejected("too hot")
+    _, other = talk(there, "one")
+    assert chat.messages == other.messages == []
+    err = capsys.readouterr().err
+    assert "not finite" in err
+    assert "too hot" in err
+
+
+def test_chat_finds_its_server_by_an_address_and_a_key(serve, capsys):
+    server = serve("no</think>yes", options=Options(limits=Limits(keys=("k",))))
+    words = ["chat", "one", "--url", server.url]
+    assert main([*words, "--api-key", "k"]) == 0
+    assert capsys.readouterr().out == "yes\n"
+    assert main(words) == 1
+    assert "API key" in capsys.readouterr().err
+    assert main(["chat", "one", "--url", "http://127.0.0.1:9"]) == 1
+    assert "no model answers at http://127.0.0.1:9" in capsys.readouterr().err
 
 
 # The doctor.
