@@ -168,9 +168,8 @@ def _delta_backend(description: Description, kda_prefill_backend: str, dtype: to
             f" {description.model_type} has none"
         )
     if kda_prefill_backend == "flash_kda" and dtype != torch.bfloat16:
-        raise Refused(
-            f"kda_prefill_backend='flash_kda' computes in bfloat16 only, not in {str(dtype).removeprefix('torch.')}"
-        )
+        found = str(dtype).removeprefix("torch.")
+        raise Refused(f"kda_prefill_backend='flash_kda' computes in bfloat16 only, not in {found}")
     return kda_prefill_backend
 
 
