@@ -77,6 +77,7 @@ class MooncakeStore:
         self._change = threading.Condition(threading.RLock())
         self._process = os.getpid()
         self._closed = self._leaving = False
+        self._left: list[Any] = []  # clients that could not be closed when they should have been
         self._suspect = 0.0  # when a call last failed for want of the store
         self._refused = self._corrupt = 0
         self._client: Any = self._connect()
@@ -149,9 +150,12 @@ class MooncakeStore:
         with self._change:
             self._closed = True
             self._change.notify_all()
-            client, self._client = self._client, None
-            if client is not None:
-                self._dismiss(client, CALLS)
+            clients, self._client = [*self._left, self._client], None
+            self._left = []
+            for client in clients:
+                if client is not None and not self._dismiss(client, CALLS):
+                    log.error("mooncake store: a call does not return, its client is left open")
+                    _abandoned.append(client)
 
     # -- calls
 
@@ -231,26 +235,25 @@ class MooncakeStore:
             if client is self._client:
                 self._client, self._leaving = None, True
                 try:
-                    still = self._dismiss(client, CALLS - 1)
+                    if not self._dismiss(client, CALLS - 1):
+                        self._left.append(client)
                 finally:
                     self._leaving = False
-            else:  # another call has done so, or tried to, and waited for this one
-                still = any(client is left for left in _abandoned)
+            # Else another call has done so, or tried to, and waited for this one.
+            still = any(client is left for left in self._left)
         raise StoreUnavailable(
             "a transfer to the Mooncake Store did not end; left it, to join again",
             memory_in_use=still,
         )
 
     def _dismiss(self, client: Any, idle: int) -> bool:
-        """Close a client as soon as `idle` places are free; True if it had to be left open."""
+        """Close a client as soon as `idle` places are free; False if they never were."""
         if not self._change.wait_for(lambda: len(self._free) >= idle, self.bound):
-            log.error("mooncake store: a call does not return, its client is left open")
-            _abandoned.append(client)
-            return True
+            return False
         for address, _ in self._ranges:
             client.unregister_buffer(address)
         client.close()
-        return False
+        return True
 
     # -- joining
 

@@ -264,3 +264,5 @@ def test_memory_is_said_to_be_in_use_if_leaving_was_impossible(
     assert not client.closed
     client.gate.set()
     other.join(10)
+    store.close()  # nobody is inside any more: now its memory is free
+    assert client.closed
