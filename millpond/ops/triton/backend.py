@@ -22,6 +22,9 @@ HOMES = MappingProxyType(
         "delta_prefill": "chunks",
         "delta_decode": "tokens",
         "delta_verify": "tokens",
+        "boundary_store": "slots",
+        "hidden_before_verify": "slots",
+        "boundary_verify": "slots",
     }
 )
 """The module of each op, beside this one."""
