@@ -36,10 +36,14 @@ class Ask:
 
 @dataclass(frozen=True, slots=True)
 class TextToken:
-    """A generated token with the text that became certain with it."""
+    """A generated token with the text that became certain with it.
+
+    `said` when it is of the content: no reasoning, no part of a call, no marker, not the end.
+    """
 
     out: TokenOut
     text: str
+    said: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +136,11 @@ class Sample:
         for i, out in enumerate(delta.tokens):
             self.count += 1
             silent = delta.stop_token is not None and i == last
-            tokens.append(TextToken(out, "" if silent else self._decode(out.token, raw)))
-            self.thought += self._reader.thinking
+            text = "" if silent else self._decode(out.token, raw)
+            reader = self._reader
+            elsewhere = silent or reader.thinking or reader.in_markup
+            tokens.append(TextToken(out, text, not elsewhere and out.token not in self._markers))
+            self.thought += reader.thinking
             if self._ends.matched is not None or self._satisfied:
                 break
         finish, reason = delta.finish_reason, delta.stop_token if delta.finish_reason else None

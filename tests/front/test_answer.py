@@ -218,3 +218,10 @@ def test_drafts_beyond_a_stop_string_are_not_counted_as_accepted():
     assert got.samples[0].done
     assert got.accepted == got.completion_tokens == len(encode("one two three")) < len(run) - 1
     assert got.drafted == 2 * (len(run) - 1)
+
+
+@pytest.mark.parametrize("sizes", [(), (99,), (3,) * 30])
+def test_tokens_of_what_is_said_are_told_from_the_others(sizes):
+    pieces = answer(ASKS["glm"], encode(f"hm</think>See 🦆.{CALL}Then this."), sizes)
+    said = [t.out.token for p in pieces for t in p.tokens if t.said]
+    assert TOKENIZER.decode(said) == "See 🦆.Then this." == whole(pieces).content

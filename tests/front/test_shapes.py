@@ -98,6 +98,28 @@ def test_responses_and_their_events(server):
     assert without_ids(events[-1]["response"]["output"]) == without_ids(whole["output"])
 
 
+@pytest.mark.parametrize(
+    "fields", [{"include": ["message.output_text.logprobs"]}, {"top_logprobs": 2}]
+)
+def test_log_probabilities_of_responses_are_of_what_is_said(server, fields):
+    asked = TALK | fields
+    whole = post(server, "/v1/responses", asked).json()
+    Response.model_validate(whole, strict=True)
+    events = streamed(post(server, "/v1/responses", asked | {"stream": True}))
+    for event in events:
+        RESPONSE_EVENT.validate_python(event)
+    assert without_ids(events[-1]["response"]["output"]) == without_ids(whole["output"])
+    assert whole["top_logprobs"] == fields.get("top_logprobs", 0)
+    parts = [i["content"][0] for i in whole["output"] if i["type"] == "message"]
+    assert parts
+    for part in parts:
+        said = b"".join(bytes(t["bytes"]) for t in part["logprobs"]).decode()
+        assert said.strip() == part["text"].strip()
+        assert {len(t["top_logprobs"]) for t in part["logprobs"]} == {whole["top_logprobs"]}
+    sent = [t for e in events if e["type"] == "response.output_text.delta" for t in e["logprobs"]]
+    assert sent == [t for part in parts for t in part["logprobs"]]
+
+
 def without_ids(value: Any) -> Any:
     if isinstance(value, dict):
         return {k: without_ids(v) for k, v in value.items() if k not in ("id", "call_id")}

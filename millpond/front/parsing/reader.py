@@ -112,6 +112,11 @@ class Reader:
         return self.completed < self.started
 
     @property
+    def in_markup(self) -> bool:
+        """Whether what has come last may be of a call, even if none has certainly begun."""
+        return self._call is not None
+
+    @property
     def thinking(self) -> bool:
         """Whether what comes next is reasoning, as far as is known."""
         return self._phase == "reasoning"

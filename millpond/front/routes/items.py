@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import AsyncGenerator, Iterable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import aclosing
 from itertools import count
 from typing import Any
 
 from millpond.errors import MillpondError
-from millpond.front.answer import Piece
+from millpond.front import replies
+from millpond.front.answer import Piece, TextToken
 from millpond.front.parsing.base import (
     Arguments,
     CallEnd,
     CallStart,
     Content,
-    Event,
     Reasoning,
 )
 from millpond.front.routes.common import View, pieces
@@ -35,11 +35,12 @@ class ResponseView(View):
         super().__init__(service, flight)
         self.id, self.created, self._echo = answer_id, int(time.time()), echo
         self._items: list[Made] = []
+        self._said: list[TextToken] = []  # whose log probabilities no text has shown yet
         self._open = False
         self._last: Piece | None = None
 
     def take(self, prompt: int, piece: Piece) -> None:
-        for _ in self._grow(piece.events):
+        for _ in self._grow(piece):
             pass
         self._last = piece
         if piece.finish_reason is not None:
@@ -95,7 +96,7 @@ class ResponseView(View):
         try:
             async with aclosing(pieces(self.service, self.flight)) as found:
                 async for _, piece in found:
-                    for made in self._grow(piece.events):
+                    for made in self._grow(piece):
                         yield sent(made)
                     self._last = piece
         except MillpondError as error:
@@ -110,8 +111,10 @@ class ResponseView(View):
 
     # Items.
 
-    def _grow(self, events: Iterable[Event]) -> Iterator[Made]:
-        for one in events:
+    def _grow(self, piece: Piece) -> Iterator[Made]:
+        if self.flight.answers[0].ask.params.logprobs is not None:
+            self._said += [t for t in piece.tokens if t.said]
+        for one in piece.events:
             match one:
                 case Reasoning(text):
                     yield from self._text("reasoning", "reasoning_text", text)
@@ -141,8 +144,13 @@ class ResponseView(View):
                 part |= {"annotations": [], "logprobs": []}
             self._items[-1]["content"] = [part]
             yield self._at("response.content_part.added", content_index=0, part=dict(part))
-        self._items[-1]["content"][0]["text"] += text
-        more: Made = {"logprobs": []} if kind == "message" else {}
+        grown = self._items[-1]["content"][0]
+        grown["text"] += text
+        more: Made = {}
+        if kind == "message":
+            said, self._said = self._said, []
+            more["logprobs"] = replies.chat_logprobs(self.service.tokenizer, said)["content"]
+            grown["logprobs"] += more["logprobs"]
         yield self._at(f"response.{part_kind}.delta", content_index=0, delta=text, **more)
 
     def _start(self, item: Made) -> Made:
@@ -167,7 +175,7 @@ class ResponseView(View):
             )
         else:
             part = item["content"][0]
-            more: Made = {"logprobs": []} if item["type"] == "message" else {}
+            more: Made = {"logprobs": part["logprobs"]} if item["type"] == "message" else {}
             yield self._at(
                 f"response.{part['type']}.done", content_index=0, text=part["text"], **more
             )

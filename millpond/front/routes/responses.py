@@ -22,6 +22,7 @@ from millpond.front.service import Service
 from millpond.front.structured import from_response_format, only_one
 
 _TEXT = ("input_text", "output_text", "text", "summary_text", "reasoning_text")
+LOGPROBS = "message.output_text.logprobs"
 _STATEFUL = {
     "previous_response_id": "nothing is stored; send the conversation in input",
     "conversation": "nothing is stored; send the conversation in input",
@@ -69,18 +70,22 @@ class ResponsesRequest(Sampling):
     cache_salt: Text = ""
     priority: int = Field(default=0, ge=-(2**31), lt=2**31)
 
+    @property
+    def logprobs(self) -> int | None:
+        """How many alternatives of each token are shown; None when no log probability is."""
+        return (self.top_logprobs or 0) if LOGPROBS in self.include or self.top_logprobs else None
+
     def refuse_unsupported(self) -> None:
         """As for every route, and all that would need a memory."""
         super().refuse_unsupported()
         for name, why in _STATEFUL.items():
             if (self.model_extra or {}).get(name) not in (None, False):
                 raise Rejected(f"{name} is not supported: {why}", param=name, code="unsupported")
-        if self.include not in ([], ["reasoning.encrypted_content"]):
-            raise Rejected("include: nothing can be included", param="include", code="unsupported")
-        if self.top_logprobs:
+        unknown = set(self.include) - {LOGPROBS, "reasoning.encrypted_content"}
+        if unknown:
             raise Rejected(
-                "top_logprobs is not supported here, but on chat completions",
-                param="top_logprobs",
+                f"include: {sorted(unknown)} cannot be included, only {LOGPROBS}",
+                param="include",
                 code="unsupported",
             )
         if self.truncation != "disabled":
@@ -140,7 +145,7 @@ def _ask(service: Service, body: ResponsesRequest, tools: ToolWish) -> Ask:
     )
     return talk.ask(
         service,
-        body.wish(max_tokens=limit, logprobs=None),
+        body.wish(max_tokens=limit, logprobs=body.logprobs),
         fill=limit is None,
         constraint=_shape(body),
         cache_salt=body.cache_salt,
@@ -182,7 +187,7 @@ def _echo(body: ResponsesRequest, ask: Ask) -> dict[str, Any]:
         "top_p": params.top_p,
         "presence_penalty": params.presence_penalty,
         "frequency_penalty": params.frequency_penalty,
-        "top_logprobs": 0,
+        "top_logprobs": body.top_logprobs or 0,
         "truncation": "disabled",
         "user": body.user,
         "background": False,
