@@ -22,6 +22,7 @@ LIVE = (
     "page_table",
     "table_stride",
     "num_pages",
+    "num_pools",
     "verify_seats",
     "num_drafts",
     "verify_width",
