@@ -14,6 +14,7 @@ from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
 
 from millpond.errors import Rejected, Unavailable
+from millpond.front.text import Tokenizer
 from millpond.telemetry import logger
 from tests.front.conftest import Running, held, wait_for
 
@@ -511,6 +512,26 @@ def test_other_requests_are_answered_while_a_long_text_is_tokenised(serve, monke
     assert quick.status_code == 200
     waiting.join(20)
     assert not waiting.is_alive()
+
+
+def test_whole_texts_are_never_made_on_the_event_loop(serve, monkeypatch):
+    server = serve("x")
+    on: set[threading.Thread] = set()
+    for name in ("encode", "decode", "token_text"):
+        real = getattr(Tokenizer, name)
+
+        def told(*args: object, real: object = real, **how: object) -> object:
+            on.add(threading.current_thread())
+            return real(*args, **how)
+
+        monkeypatch.setattr(Tokenizer, name, told)
+    post(server, "/tokenize", {"prompt": "a b c", "return_token_strs": True})
+    post(server, "/detokenize", {"tokens": [5, 6, 7]})
+    post(server, COMPLETE, {"prompt": ["a", "b"], "echo": True})
+    post(server, "/v1/messages/count_tokens", {"messages": HELLO})
+    chat(server)
+    assert on
+    assert server._thread not in on
 
 
 def test_the_description_of_the_api_can_be_fetched(shared):

@@ -39,11 +39,12 @@ def routes(service: Service) -> APIRouter:
         """Continue one or more prompts."""
         accept(service, body)
         answer_id = f"cmpl-{request.state.request_id}"
+        echoes: list[str] = []  # made beside the event loop, as tokens are
         return await respond(
             service,
             request,
-            lambda: _asks(service, body),
-            lambda flight: _Completion(service, body, flight, answer_id),
+            lambda: _asks(service, body, echoes),
+            lambda flight: _Completion(service, body, flight, answer_id, echoes),
             stream=body.stream,
             ignored=body.ignored,
             spoken={},
@@ -60,7 +61,8 @@ def prompts_of(given: Any) -> Sequence[str | list[int]]:
     return prompts
 
 
-def _asks(service: Service, body: CompletionRequest) -> list[Ask]:
+def _asks(service: Service, body: CompletionRequest, echoes: list[str]) -> list[Ask]:
+    """What is asked of the engine; with `echo`, the texts of the prompts go to `echoes`."""
     given = DEFAULT_TOKENS if body.max_tokens is None else body.max_tokens
     limit = limit_of(given, "max_tokens", echo=body.echo)
     scored = [
@@ -68,7 +70,7 @@ def _asks(service: Service, body: CompletionRequest) -> list[Ask]:
     ]
     wish = body.wish(max_tokens=limit, logprobs=body.logprobs)
     constraint = body.constraint()
-    return [
+    asks = [
         service.ask(
             prompt,
             wish,
@@ -80,6 +82,10 @@ def _asks(service: Service, body: CompletionRequest) -> list[Ask]:
         )
         for prompt in prompts_of(body.prompt)
     ]
+    if body.echo:
+        decode = service.tokenizer.decode
+        echoes += [decode(a.tokens, skip_special_tokens=False) for a in asks]
+    return asks
 
 
 class _Completion(ChoiceView):
@@ -87,10 +93,15 @@ class _Completion(ChoiceView):
     body: CompletionRequest
 
     def __init__(
-        self, service: Service, body: CompletionRequest, flight: Flight, answer_id: str
+        self,
+        service: Service,
+        body: CompletionRequest,
+        flight: Flight,
+        answer_id: str,
+        echoes: Sequence[str],
     ) -> None:
         super().__init__(service, body, flight, answer_id)
-        self._echo = [self._echoed(i) if body.echo else "" for i in range(len(flight.answers))]
+        self._echoes = echoes
         count = len(flight.answers) * body.n
         self._begun = [False] * count
         self._logprobs = [
@@ -98,10 +109,6 @@ class _Completion(ChoiceView):
             for _ in range(count)
         ]
         self._choices: list[list[dict[str, Any]]] = [[] for _ in range(count)]
-
-    def _echoed(self, prompt: int) -> str:
-        tokens = self.flight.answers[prompt].ask.tokens
-        return self.service.tokenizer.decode(tokens, skip_special_tokens=False)
 
     def take(self, prompt: int, piece: Piece) -> None:
         self._choices[prompt * self.body.n + piece.index] += self.chunks(prompt, piece)
@@ -116,7 +123,7 @@ class _Completion(ChoiceView):
         answer, shape = self.flight.answers[prompt], self._logprobs[index]
         parts = []
         if first and self.body.echo:
-            choice["text"] = self._echo[prompt] + text
+            choice["text"] = self._echoes[prompt] + text
             if shape is not None:
                 parts.append(
                     shape.prompt(answer.ask.tokens, answer.prompt_logprobs, self.body.logprobs)

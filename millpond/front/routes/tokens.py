@@ -49,14 +49,7 @@ def routes(service: Service) -> APIRouter:
     async def tokenize(body: TokenizeRequest) -> Response:
         """Token ids of a prompt, or of messages through the chat template."""
         accept(service, body)
-        tokens = await asyncio.to_thread(_tokenize, service, body)
-        made: dict[str, Any] = {
-            "tokens": tokens,
-            "count": len(tokens),
-            "max_model_len": service.resolved.session_len,
-        }
-        if body.return_token_strs:
-            made["token_strs"] = [service.tokenizer.token_text(t) for t in tokens]
+        made = await asyncio.to_thread(_tokenized, service, body)
         return replies.reply(made, headers=ignored_header(body.ignored))
 
     @router.post("/detokenize", responses=ERRORS)
@@ -81,6 +74,18 @@ def routes(service: Service) -> APIRouter:
         return replies.reply(service.tokenizer.config)
 
     return router
+
+
+def _tokenized(service: Service, body: TokenizeRequest) -> dict[str, Any]:
+    tokens = _tokenize(service, body)
+    made: dict[str, Any] = {
+        "tokens": tokens,
+        "count": len(tokens),
+        "max_model_len": service.resolved.session_len,
+    }
+    if body.return_token_strs:
+        made["token_strs"] = [service.tokenizer.token_text(t) for t in tokens]
+    return made
 
 
 def _tokenize(service: Service, body: TokenizeRequest) -> list[int]:
