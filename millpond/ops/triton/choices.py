@@ -1,6 +1,7 @@
 """Tile sizes and warps of every kernel: one set for any GPU, others only for a GPU by its name.
 
-Knows no batch. A set under a GPU's name was measured on that GPU; there is none yet.
+Knows no batch. A set under a GPU's name was measured on that GPU; there is none yet. The others
+follow from registers and shared memory as compiled for sm_90; no clock has seen them.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class ChunkChoice:
     values: int = 64  # value channels of one head, along the chunks
     warps: int = 4
     stages: int = 2
-    prepare_warps: int = 4
+    prepare_warps: int = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,11 @@ class Choices:
 
 DEFAULT = Choices()
 
+SMALL = Choices(chunks=ChunkChoice(stages=1))
+"""For GPUs whose blocks get less shared memory than `DEFAULT` takes, some 125 KB in bf16."""
+
+SHARED_BYTES = 128 * 1024
+
 MEASURED: MappingProxyType[str, Choices] = MappingProxyType({})
 """By the name that CUDA gives the GPU."""
 
@@ -58,7 +64,9 @@ MEASURED: MappingProxyType[str, Choices] = MappingProxyType({})
 def _of_device(device: torch.device) -> Choices:
     if device.type != "cuda":
         return DEFAULT
-    return MEASURED.get(torch.cuda.get_device_name(device), DEFAULT)
+    facts = torch.cuda.get_device_properties(device)
+    roomy = facts.shared_memory_per_block_optin >= SHARED_BYTES
+    return MEASURED.get(facts.name, DEFAULT if roomy else SMALL)
 
 
 def conv_choice(device: torch.device) -> ConvChoice:

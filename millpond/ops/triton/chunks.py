@@ -83,7 +83,7 @@ def delta_prefill(
     def workspace(*sizes: int, dtype: torch.dtype = operands) -> torch.Tensor:
         return torch.empty((blocks, heads, *sizes), dtype=dtype, device=v.device)
 
-    u, w = workspace(CHUNK, v_dim), workspace(CHUNK, k_dim)
+    u, w = workspace(v_dim, CHUNK), workspace(CHUNK, k_dim)
     q_in, k_out = workspace(CHUNK, k_dim), workspace(CHUNK, k_dim)
     qk = workspace(CHUNK, CHUNK)
     carry = workspace(k_dim if shape["BY_CHANNEL"] else 1, dtype=torch.float32)
@@ -102,7 +102,7 @@ def delta_prefill(
         rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
         slot_stride(bank),
         **{n: shape[n] for n in ("H", "K", "V", "KP", "BV", "BY_CHANNEL")},
-        **products, num_warps=choice.warps, num_stages=choice.stages, **LAUNCH,
+        **products, num_warps=choice.warps, num_stages=choice.stages if narrow else 1, **LAUNCH,
     )  # fmt: skip
     rows.written.record(*report)
     return o
@@ -218,7 +218,7 @@ def _prepare(
         rate, bias = load_gate(a_log, dt_bias, head, keys, K, BY_CHANNEL)
         at = (block.to(tl.int64) * H + head) * 64  # first token in the workspace
         keys_at = i[:, None] * K + keys[None, :]
-        values_at = i[:, None] * V + values[None, :]
+        values_at = values[None, :] * 64 + i[:, None]
         inside_k = (i >= 0)[:, None] & (keys < K)[None, :]
         inside_v = (i >= 0)[:, None] & (values < V)[None, :]
         kind = w.dtype.element_ty
@@ -265,10 +265,10 @@ def _prepare(
             inverse = _unit_lower_inverse(tl.where(lower, weight[:, None] * kk, 0.0))
             qk_own = tl.where(lower | (i[:, None] == i[None, :]), qk_own, 0.0)
             qk_at = qk + (at + sub * 16) * 64
-            tl.store(
-                qk_at + i[:, None] * 64 + sub * 16 + i[None, :],
-                rounded(qk_own, qk.dtype.element_ty),
-            )
+            here = qk_at + i[:, None] * 64 + i[None, :]
+            tl.store(here + sub * 16, rounded(qk_own, qk.dtype.element_ty))
+            for later in tl.static_range(sub + 1, 4):
+                tl.store(here + later * 16, tl.zeros([16, 16], qk.dtype.element_ty))
 
             decayed = tl.exp(since + before)
             k_since = ks * tl.exp(since)
@@ -300,7 +300,7 @@ def _prepare(
             w_own = product(
                 inverse, weight[:, None] * ks * decayed - known_w, tl.float32, PRECISION
             )
-            tl.store(u + (at + sub * 16) * V + values_at, rounded(u_own, kind), mask=inside_v)
+            tl.store(u + at * V + sub * 16 + values_at, rounded(u_own, kind), mask=inside_v)
             tl.store(w + (at + sub * 16) * K + keys_at, rounded(w_own, kind), mask=inside_k)
 
             # Keys of all sub-blocks so far, with their decay up to the end of this one.
@@ -325,6 +325,16 @@ def _prepare(
         else:
             one = tl.zeros([1, 1], tl.int32)
             tl.store(carry + (block.to(tl.int64) * H + head) + one, tl.exp(before))
+
+
+@triton.jit
+def _tile(at, inside, WHOLE: tl.constexpr):
+    """A tile of the workspace, zero outside; a mask that is not needed is in the way of copies."""
+    if WHOLE:
+        tile = tl.load(at)
+    else:
+        tile = tl.load(at, mask=inside, other=0.0)
+    return tile
 
 
 @triton.jit
@@ -370,10 +380,8 @@ def _recur(
         bank, tl.load(state_in + row).to(tl.int64), head, keys, values, bank_stride, K, V
     )
     keys_at = token[:, None] * K + keys[None, :]
-    inside_k = (token >= 0)[:, None] & (keys < K)[None, :]
-    values_at = values[:, None] + token[None, :] * V
-    inside_v = (values < V)[:, None] & (token >= 0)[None, :]
-    causal = token[:, None] >= token[None, :]
+    values_at = values[:, None] * 64 + token[None, :]
+    pairs_at = token[:, None] * 64 + token[None, :]
     own = ((length + 63) // 64) * (num_exports + 1) + num_exports
     done = (length * 0).to(tl.int32)
     last = length * 0 - 1
@@ -382,18 +390,17 @@ def _recur(
         until = (stop // (num_exports + 1)).to(tl.int32)
         for chunk in range(done, until):
             at = ((block + chunk) * H + head) * 64
-            ws = tl.load(w + at * K + keys_at, mask=inside_k, other=0.0)
-            qs = tl.load(q_in + at * K + keys_at, mask=inside_k, other=0.0)
-            ks = tl.load(k_out + at * K + keys_at, mask=inside_k, other=0.0)
-            us = tl.load(u + at * V + values_at, mask=inside_v, other=0.0).to(tl.float32)
-            pairs = tl.load(qk + at * 64 + token[:, None] * 64 + token[None, :], mask=causal,
-                            other=0.0)  # fmt: skip
+            ws = _tile(w + at * K + keys_at, (keys < K)[None, :], K == KP)
+            qs = _tile(q_in + at * K + keys_at, (keys < K)[None, :], K == KP)
+            ks = _tile(k_out + at * K + keys_at, (keys < K)[None, :], K == KP)
+            us = _tile(u + at * V + values_at, (values < V)[:, None], V % BV == 0)
+            pairs = tl.load(qk + at * 64 + pairs_at)
             if BY_CHANNEL:
                 fall = tl.load(carry + (at // 64) * K + keys, mask=keys < K, other=0.0)[None, :]
             else:
                 fall = tl.load(carry + at // 64)
             left = rounded(s, OPERAND)
-            fresh = us - product(left, tl.trans(ws), OPERAND, PRECISION)
+            fresh = us.to(tl.float32) - product(left, tl.trans(ws), OPERAND, PRECISION)
             taken = rounded(fresh, OPERAND)
             out = product(left, tl.trans(qs), OPERAND, PRECISION)
             out += product(taken, tl.trans(pairs), OPERAND, PRECISION)
