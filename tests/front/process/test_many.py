@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import resource
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -76,6 +77,22 @@ def test_three_hundred_clients_at_once_are_all_answered_whole(server):
     assert {o.completion_tokens for o in outcomes} == {12}
     assert {o.prompt_tokens for o in outcomes} == {8}
     wait_for(lambda: held(server.service) == 0)
+
+
+def test_a_thousand_clients_at_once_are_all_answered_by_the_command(serve):
+    """Each holds a connection, and with it an open file on either side."""
+    served = serve("open_quick", "--max-batch-size", "64", "--session-len", "256")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    enough = 4096 if hard == resource.RLIM_INFINITY else min(hard, 4096)
+    if enough < 1200:
+        pytest.skip(f"only {enough} files may be open here")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, enough), hard))
+    draw = random.Random(3)
+    bodies = [body(draw, 4) for _ in range(1000)]
+    outcomes = asyncio.run(drive(Target(served.url), COMPLETE, bodies, Pace(1000)))
+    assert Counter(o.error for o in outcomes) == {None: 1000}
+    assert {o.completion_tokens for o in outcomes} == {4}
+    assert httpx.get(served.url + "/health", timeout=30).status_code == 200
 
 
 def _alive() -> dict[str, int]:
