@@ -141,7 +141,7 @@ class StoredHost(HostTower):
     @rule(
         which=st.integers(0, 50),
         pages=st.booleans(),
-        then=st.sampled_from(["nothing", "one rank ends", "flush", "abort", "damage"]),
+        then=st.sampled_from(["one rank ends", "flush", "abort", "damage", "nothing"]),
     )
     def ask_again_when_the_device_has_forgotten(self, which, pages, then):
         """And let something happen while the get is under way."""
@@ -169,6 +169,7 @@ class StoredHost(HostTower):
                 self.lose_or_damage_an_object(kind, which, bit=True)
         elif then == "flush":
             self.flush(in_flight=False)
+            self.tower.settle()
         elif then == "abort" and request.request_id in self.asked:
             self.asked[request.request_id].aborted = True
             self.engine.abort(request.request_id)

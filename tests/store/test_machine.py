@@ -13,6 +13,8 @@ from tests.engine.machine import explore
 from tests.store.machine import FAULTS, Fault, StoredHost
 
 PER_ROUND = 20
+SEEDS = (0, 2, 8, 9, 10, *range(3, 8), *range(11, 20))
+"""Of the search for planted faults; the first five find each today."""
 
 
 @pytest.mark.timeout(3600)
@@ -29,6 +31,6 @@ def test_the_machine_finds(fault: Fault, monkeypatch: pytest.MonkeyPatch) -> Non
     try:
         fault(monkeypatch)
         with pytest.raises((AssertionError, MillpondError, KeyError)):
-            explore(StoredHost, range(14))
+            explore(StoredHost, SEEDS)
     finally:
         logging.disable(logging.NOTSET)
