@@ -98,8 +98,12 @@ class Grammars:
                 return found
             if self._pending >= MAX_PENDING:
                 raise Unavailable(f"{self._pending} grammars wait to be compiled; try again later")
+            try:
+                made = self._pool.submit(self._compile, constraint)
+            except RuntimeError:
+                raise Unavailable("the engine is closing and compiles nothing more") from None
             self._pending += 1
-            made = self._kept[constraint] = self._pool.submit(self._compile, constraint)
+            self._kept[constraint] = made
             while len(self._kept) > self._num_kept:
                 self._kept.popitem(last=False)
         # Outside the lock: what is done already calls back at once.

@@ -7,6 +7,7 @@ import queue
 import threading
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from contextlib import aclosing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -75,6 +76,8 @@ class Pipeline:
             target=self._loop.run_forever, name="millpond-pipeline", daemon=True
         )
         self._thread.start()
+        self._lock = threading.Lock()  # for what follows
+        self._pumps: set[Future[None]] = set()  # those that carry pieces to a caller
         self._closed = False
 
     def __enter__(self) -> Pipeline:
@@ -92,10 +95,13 @@ class Pipeline:
 
     def close(self) -> None:
         """End what still runs and give everything back. Closing twice does nothing."""
-        if self._closed:
+        with self._lock:
+            already, self._closed = self._closed, True
+            pumps = set(self._pumps)
+        if already:
             return
-        self._closed = True
         self.service.engine.close(drain=False, timeout=10.0)
+        wait(pumps, 10.0)  # all streams have ended, and their readers are still to be told so
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
@@ -197,7 +203,12 @@ class Pipeline:
             except Exception as error:  # noqa: BLE001 -- raised again where it is read
                 out.put(error)
 
-        task = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+        with self._lock:
+            if self._closed:
+                flight.abort()
+                raise Unavailable("the pipeline is closed")
+            task = asyncio.run_coroutine_threadsafe(pump(), self._loop)
+            self._pumps.add(task)
         try:
             while (item := out.get()) is not None:
                 if isinstance(item, BaseException):
@@ -205,6 +216,8 @@ class Pipeline:
                 yield item
         finally:
             task.cancel()
+            with self._lock:
+                self._pumps.discard(task)
             flight.abort()
 
     def _asks(
@@ -226,8 +239,11 @@ class Pipeline:
             self._ask(prompt, wish, do_preprocess, template)
             for prompt, wish in zip(batch, wishes, strict=True)
         ]
-        for compiled in self.service.prepare(asks):
-            compiled.result()
+        try:
+            for compiled in self.service.prepare(asks):
+                compiled.result()
+        except CancelledError:
+            raise Unavailable("the pipeline is closed") from None
         return asks
 
     def _ask(

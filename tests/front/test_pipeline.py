@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterator
 
 import pytest
@@ -147,6 +148,25 @@ def test_a_closed_pipeline_says_so(tokenizer):
     pipe.close()
     with pytest.raises(Unavailable, match="closed"):
         pipe("a")
+
+
+def test_callers_hear_that_the_pipeline_was_closed_under_them(tokenizer):
+    """Also while the thread that brings them their pieces is busy with something else."""
+    pipe = Pipeline(make_service(tokenizer, "and so on " * 50, pause=0.02))
+    long = GenerationConfig(max_new_tokens=400, ignore_eos=True)
+    ends: list[str | None] = []
+    callers = [
+        threading.Thread(target=lambda: ends.append(pipe("a", long).finish_reason), daemon=True)
+        for _ in range(3)
+    ]
+    for caller in callers:
+        caller.start()
+    wait_for(lambda: len(pipe.service.engine.running) == 3)
+    pipe._loop.call_soon_threadsafe(time.sleep, 0.5)
+    pipe.close()
+    for caller in callers:
+        caller.join(10)
+    assert ends == ["abort"] * 3
 
 
 def test_several_threads_may_share_a_pipeline(pipe):
