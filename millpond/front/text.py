@@ -67,7 +67,6 @@ class Tokenizer:
         self.added = dict(self._fast.get_added_tokens_decoder())
         self.special = frozenset(i for i, t in self.added.items() if t.special)
         self.vocab_size = self._fast.get_vocab_size(with_added_tokens=True)
-        self._controls = any_of(t.content for t in self.added.values())
         self._directory = directory
         self._bytes: dict[int, bytes] = {}
         self._keeps_bytes = _keeps_bytes(raw)
@@ -161,11 +160,12 @@ class Tokenizer:
 
     def _added_in(self, text: str, verbatim: Spans) -> Iterator[tuple[int, int]]:
         """Where `text` has added tokens outside of `verbatim`."""
-        if self._controls is None:
+        spelling = any_of((t.content for t in self.added.values()), text)
+        if spelling is None:
             return
         at = 0
         for start, end in (*verbatim, (len(text), len(text))):
-            for found in self._controls.finditer(text, at, start):
+            for found in spelling.finditer(text, at, start):
                 yield found.span()
             at = end
 

@@ -12,10 +12,14 @@ Spans = tuple[tuple[int, int], ...]
 """(start, end) of places in a text, in order and apart."""
 
 
-def any_of(words: Iterable[str]) -> re.Pattern[str] | None:
-    """Finds the first of several words, and of those that begin there the longest; None of none."""
-    longest = sorted((w for w in words if w), key=len, reverse=True)
-    return re.compile("|".join(map(re.escape, longest))) if longest else None
+def any_of(words: Iterable[str], text: str) -> re.Pattern[str] | None:
+    """Finds in `text` the first of several words, and of those that begin there the longest.
+
+    None when it has none of them. Looking for each alone is quick, and lets other threads run in
+    between; an expression of all of them would do neither on a long text full of their beginnings.
+    """
+    there = sorted((w for w in words if w and w in text), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, there))) if there else None
 
 
 class Controls:
@@ -26,9 +30,8 @@ class Controls:
     """
 
     def __init__(self, spellings: Iterable[str], markers: Iterable[str] = ()) -> None:
-        spellings, markers = frozenset(spellings), frozenset(markers)
-        self.every = any_of(spellings)
-        self.but_markers = any_of(spellings - markers)
+        self.every = frozenset(spellings)
+        self.but_markers = self.every - frozenset(markers)
 
 
 class Quotation:
@@ -55,15 +58,14 @@ class Quotation:
         """Anything made of texts, lists and dictionaries, of which no text spells one."""
         return self._value(value, self._controls.every)
 
-    def _value(self, value: Any, spelling: re.Pattern[str] | None) -> Any:
-        if spelling is None:
-            return value
+    def _value(self, value: Any, words: frozenset[str]) -> Any:
         if isinstance(value, str):
-            return spelling.sub(self._hide, value)
+            spelling = any_of(words, value)
+            return value if spelling is None else spelling.sub(self._hide, value)
         if isinstance(value, Mapping):
-            return {self._value(k, spelling): self._value(v, spelling) for k, v in value.items()}
+            return {self._value(k, words): self._value(v, words) for k, v in value.items()}
         if isinstance(value, list | tuple):
-            return [self._value(v, spelling) for v in value]
+            return [self._value(v, words) for v in value]
         return value
 
     def _hide(self, found: re.Match[str]) -> str:
