@@ -300,15 +300,15 @@ def _selection(
     threshold = tl.zeros([1], tl.uint32)
     wanted = tl.full([1], KEEP, tl.int32)
     if candidates > KEEP:
-        for level in tl.static_range(4):
-            shift = 24 - 8 * level
+        known = tl.zeros([1], tl.uint32)
+        shift = tl.full([1], 32, tl.uint32)
+        for _ in range(4):
+            shift -= 8
             counts = tl.zeros([256], tl.int32)
             for begin in range(0, candidates, BLOCK):
                 pool = begin + lane
                 rank = _ranks(own, pool, candidates, first_position, POOL)
-                alike = pool < candidates
-                if level > 0:
-                    alike = alike & ((rank >> (shift + 8)) == (threshold >> (shift + 8)))
+                alike = (pool < candidates) & ((rank & known) == threshold)
                 digit = ((rank >> shift) & 255).to(tl.int32)
                 counts += tl.histogram(digit, 256, mask=alike)
             above = tl.sum(counts, 0) - tl.cumsum(counts, 0)  # of a larger digit
@@ -316,6 +316,7 @@ def _selection(
             largest = tl.max(tl.where(above + counts >= wanted, bins, 0), 0)
             wanted -= tl.sum(tl.where(bins == largest, above, 0), 0)
             threshold = threshold | (largest.to(tl.uint32) << shift)
+            known = known | (tl.full([1], 255, tl.uint32) << shift)
 
     taken = tl.zeros([1], tl.int32)
     for begin in range(0, num_pools, BLOCK):

@@ -30,6 +30,13 @@ LIVE = (
     "selected_stride",
     "first_position",
     "split_stride",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "seed",
+    "sample_index",
+    "filtering",
 )
 """Arguments that describe the live batch, wherever a kernel of this package's layers has them.
 

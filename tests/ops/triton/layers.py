@@ -22,7 +22,9 @@ _EMPTY, _NEW_EMPTY = torch.empty, torch.Tensor.new_empty
 
 
 def _filled(x: torch.Tensor) -> torch.Tensor:
-    return x.fill_(NAN) if x.is_floating_point() else x.fill_(torch.iinfo(x.dtype).max // 3)
+    if x.is_floating_point():
+        return x.fill_(NAN)
+    return x.fill_(True) if x.dtype == torch.bool else x.fill_(torch.iinfo(x.dtype).max // 3)
 
 
 @pytest.fixture
