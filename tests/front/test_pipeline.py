@@ -161,7 +161,7 @@ def test_callers_hear_that_the_pipeline_was_closed_under_them(tokenizer):
     ]
     for caller in callers:
         caller.start()
-    wait_for(lambda: len(pipe.service.engine.running) == 3)
+    wait_for(lambda: len(pipe._pumps) == 3)
     pipe._loop.call_soon_threadsafe(time.sleep, 0.5)
     pipe.close()
     for caller in callers:
