@@ -210,12 +210,12 @@ def tell_outcome(
         counters.prefix_hits[kind] += 1
         counters.prefix_hit_tokens[kind] += match.end
     logger.info(
-        "%s: prefix %s, %d of %d prompt tokens cached (%d loaded), anchor %s, held %.3f s",
+        "%s: prefix %s, %d of %d prompt tokens cached, anchor %s, held %.3f s, %d loaded",
         request.spec.request_id,
         match.reason,
         match.end,
         request.prompt_len,
-        loaded_tokens,
         kind or "none",
         held_seconds,
+        loaded_tokens,
     )
