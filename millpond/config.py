@@ -224,9 +224,8 @@ def check(config: PytorchEngineConfig, speculative: SpeculativeConfig | None = N
         raise Refused(f"num_kv_pages={pages} and its other name num_gpu_blocks={blocks} disagree")
     if config.cache_memory is not None:
         parse_memory(config.cache_memory, GIB)
-    if (config.store or config.kv_transfer_config) and (
-        mode == "off" or not config.enable_prefix_caching
-    ):
+    caches = mode != "off" and config.enable_prefix_caching
+    if (config.store or config.kv_transfer_config) and not caches:
         raise Refused("a store needs prefix caching and checkpoints, one of which is off")
 
 
