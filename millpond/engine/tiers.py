@@ -267,12 +267,12 @@ class Tiers(DeviceOnly):
         return True
 
     def close(self, *, drain: bool) -> None:
-        """End all transfers; with `drain` puts are finished, within bounds."""
-        if not drain:
-            self.new_epoch()
+        """End all transfers. Puts under way are finished, for less time without `drain`."""
         self._reads = False
         self.storing.stop()
-        self._connector.close(self._close_seconds)
+        for number in (*self._lookups, *self._gets):
+            self._connector.cancel(number)
+        self._connector.close(self._close_seconds if drain else min(2.0, self._close_seconds))
 
     def stats(self) -> StoreStats:
         """A snapshot."""

@@ -71,6 +71,8 @@ def plan_model(
     # Without a model named, the one everybody can run is run where everybody can run it.
     wanted = "cpu" if model is None and config.device == "auto" else config.device
     device = choose_device(wanted)
+    if store is not None and device.type != "cpu":
+        raise Refused(f"a store cannot reach slots and pages on {device} yet: use the CPU, or none")
     description = describe(directory)
     drafts = num_drafts(speculative)
     facts = model_facts(
