@@ -1,0 +1,126 @@
+"""Norms over the last axis, plain, zero-centred, centred and gated.
+
+Contract and rounding: `millpond.ops.reference.dense`. A program takes whole vectors, so the order
+of a sum follows from the size alone. x and gate may be views of wider tokens.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+import torch
+import triton
+import triton.language as tl
+
+from millpond.ops.triton.live import live
+from millpond.ops.triton.shared import (
+    LAUNCH,
+    power_of_two,
+    rounded,
+    sigmoid,
+    silu,
+    token_stride,
+)
+
+ELEMENTS = 2048
+"""Of a program at least, where vectors are short. Not measured yet."""
+
+PLAIN = tl.constexpr(0)
+ZERO_CENTRED = tl.constexpr(1)
+LAYER = tl.constexpr(2)
+GATED_SILU = tl.constexpr(3)
+GATED_SIGMOID = tl.constexpr(4)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As the reference."""
+    return _norm(PLAIN, x, weight, eps)
+
+
+def zero_centred_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """As the reference."""
+    return _norm(ZERO_CENTRED, x, weight, eps)
+
+
+def layer_norm(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """As the reference."""
+    return _norm(LAYER, x, weight, eps, bias=bias)
+
+
+def gated_rms_norm_silu(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """As the reference."""
+    return _norm(GATED_SILU, x, weight, eps, gate=gate)
+
+
+def gated_rms_norm_sigmoid(
+    x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
+) -> torch.Tensor:
+    """As the reference."""
+    return _norm(GATED_SIGMOID, x, weight, eps, gate=gate)
+
+
+def _norm(
+    kind: tl.constexpr,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    *,
+    bias: torch.Tensor | None = None,
+    gate: torch.Tensor | None = None,
+) -> torch.Tensor:
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    size, inner = x.shape[-1], prod(x.shape[1:-1])
+    count = x.shape[0] * inner
+    padded = power_of_two(size)
+    vectors = max(1, ELEMENTS // padded)
+    if count:
+        _vectors[(triton.cdiv(count, vectors),)](
+            x, x if gate is None else gate, weight, weight if bias is None else bias, out, count,
+            token_stride(x), 0 if gate is None else token_stride(gate), eps,
+            KIND=kind, INNER=inner, H=size, HP=padded, VECTORS=vectors,
+            num_warps=min(16, max(4, padded // 1024)), **LAUNCH,
+        )  # fmt: skip
+    return out
+
+
+@live
+def _vectors(
+    x, gate, weight, bias, out, count, x_stride, gate_stride, eps,
+    KIND: tl.constexpr, INNER: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
+    VECTORS: tl.constexpr,
+):  # fmt: skip
+    """VECTORS vectors; INNER of them belong to a token."""
+    vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
+    h = tl.arange(0, HP)
+    here = (vector < count)[:, None] & (h < H)[None, :]
+    token = (vector // INNER).to(tl.int64)[:, None]
+    inside = (vector % INNER)[:, None] * H + h[None, :]
+    value = tl.load(x + token * x_stride + inside, mask=here, other=0.0).to(tl.float32)
+    if KIND == LAYER:
+        value = tl.where((h < H)[None, :], value - (tl.sum(value, 1) / H)[:, None], 0.0)
+    value = value * tl.rsqrt(tl.sum(value * value, 1) / H + eps)[:, None]
+    KEPT: tl.constexpr = out.dtype.element_ty
+    factor = tl.load(weight + h, mask=h < H, other=0.0)
+    if KIND == PLAIN:
+        factor = rounded(factor.to(tl.float32), KEPT).to(tl.float32)
+        value = rounded(value, KEPT).to(tl.float32) * factor[None, :]
+    elif KIND == ZERO_CENTRED:
+        value = value * (1.0 + factor.to(tl.float32))[None, :]
+    elif KIND == LAYER:
+        shift = tl.load(bias + h, mask=h < H, other=0.0).to(tl.float32)
+        value = value * factor.to(tl.float32)[None, :] + shift[None, :]
+    else:
+        passing = tl.load(gate + token * gate_stride + inside, mask=here, other=0.0).to(tl.float32)
+        if KIND == GATED_SILU:
+            value = rounded(value, KEPT).to(tl.float32) * factor.to(tl.float32)[None, :]
+            if factor.dtype == KEPT:
+                value = rounded(value, KEPT).to(tl.float32)
+            value = value * silu(passing)
+        else:
+            value = value * factor.to(tl.float32)[None, :] * sigmoid(passing)
+    place = vector.to(tl.int64)[:, None] * H + h[None, :]
+    tl.store(out + place, rounded(value, KEPT), mask=here)
