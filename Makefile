@@ -3,6 +3,7 @@
 PYTHON ?= python3
 VENV   ?= .venv
 TORCH  ?= torch==2.13.0
+TRITON ?= triton==3.9.0
 BIN    := $(VENV)/bin
 PY     := $(BIN)/python
 
@@ -74,9 +75,14 @@ load-clients: $(VENV)/.installed-dev ## two load clients of other engines (large
 check: $(VENV)/.installed-dev ## formatting, linting, types, import contracts, docs links, faults index (under a minute)
 	$(PY) tools/check.py
 
-interp: $(VENV)/.installed-dev ## kernel tests under the Triton interpreter
+# On Linux torch may bring a Triton of its own choice; where it did not, this one is fetched.
+$(VENV)/.installed-triton: $(VENV)/.installed-dev
+	$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install --quiet "$(TRITON)"
+	@touch $@
+
+interp: $(VENV)/.installed-triton ## kernel tests under the Triton interpreter
 	@$(PY) tools/lane.py interpreter
-	TRITON_INTERPRET=1 $(PYTEST) -m interpreter $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist worksteal -m "interpreter and not slow" $(ARGS)
 
 gpu: $(VENV)/.installed-dev ## tests that need one or more GPUs
 	@$(PY) tools/lane.py gpu multigpu
@@ -92,9 +98,10 @@ docs: $(VENV)/.installed-dev ## check the links of the documentation and run its
 	$(PY) tools/check_links.py
 	$(PY) tools/run_docs.py
 
-soak: $(VENV)/.installed-dev ## tests marked slow: long traffic, many cancels, whole-model sweeps
+soak: $(VENV)/.installed-triton ## tests marked slow: long traffic, many cancels, whole-model sweeps
 	@$(PY) tools/lane.py slow
-	$(PYTEST) --timeout 3600 -m slow $(ARGS)
+	$(PYTEST) --timeout 3600 -m "slow and not interpreter" $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) --timeout 3600 -m "slow and interpreter" $(ARGS)
 
 changes: $(VENV)/.installed ## preview the changelog of the next release
 	$(PY) tools/changelog.py
