@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from millpond.front.chat import ChatTemplate
 from millpond.front.text import Tokenizer
+from millpond.front.verbatim import any_of
 from tests.front.conftest import BUNDLED
 
 TOKENIZERS = {n: Tokenizer(BUNDLED.parent / f"millpond-tiny-{n}") for n in ("glm", "qwen")}
@@ -148,3 +149,17 @@ def test_every_way_into_a_conversation_quotes(tokenizer, serve):
     # A prompt that is no message is taken at its word.
     httpx.post(server.url + "/v1/completions", json={"prompt": said})
     assert server.service.engine.requests[-1].tokens.count(user) == 1
+
+
+@given(
+    words=st.lists(st.text("ab<", min_size=1, max_size=4), min_size=1, max_size=6),
+    text=st.text("ab<", max_size=20),
+)
+def test_the_first_word_is_found_and_there_the_longest(words, text):
+    found = any_of(words, text)
+    expected = min(
+        ((text.index(w), -len(w), w) for w in words if w in text), default=(None, None, None)
+    )
+    match = found.search(text) if found is not None else None
+    assert (match and match[0]) == expected[2]
+    assert (match and match.start()) == expected[0]
