@@ -24,15 +24,18 @@ REFERENCE = {
 }
 
 
-def rows_of(name: str) -> RowSlots | VerifyRows:
-    """From the last slot to the one before, an export into the first; the last seat."""
+LAST = SLOTS - 1
+
+
+def rows_of(name: str, source: int, target: int, export: int) -> RowSlots | VerifyRows:
+    """One row of the last seat, between two slots, and an export."""
     if not name.endswith("verify"):
-        return make_rows([2], [SLOTS - 1], [SLOTS - 2], [(0, 2, 0)])
+        return make_rows([2], [source], [target], [(0, 2, export)])
     one = {"base": 5, "pending": 1, "num_drafts": 1, "parity": 1, "seats": SEATS - 1}
     return VerifyRows(
-        width=MOST + 1, state_in=ints([SLOTS - 1]), state_out=ints([SLOTS - 2]),
+        width=MOST + 1, state_in=ints([source]), state_out=ints([target]),
         **{field: ints([value]) for field, value in one.items()},
-        export_row=ints([0]), export_end=ints([7]), export_slot=ints([0]),
+        export_row=ints([0]), export_end=ints([7]), export_slot=ints([export]),
     )  # fmt: skip
 
 
@@ -40,8 +43,11 @@ def apart(x: torch.Tensor, device: torch.device, *, really: bool) -> torch.Tenso
     return far(x.to(device)) if really else x.clone()
 
 
+@pytest.mark.parametrize("slots", [(LAST, LAST, 0), (0, 1, LAST)], ids=["row", "export"])
 @pytest.mark.parametrize("name", REFERENCE)
-def test_far_slots_seats_and_tokens_are_reached(name: str, device: torch.device) -> None:
+def test_far_slots_seats_and_tokens_are_reached(
+    name: str, slots: tuple[int, int, int], device: torch.device
+) -> None:
     from millpond.ops.triton.backend import BACKEND
 
     layer = Layer("kda", 2, torch.float32, key_heads=1)
@@ -59,7 +65,7 @@ def test_far_slots_seats_and_tokens_are_reached(name: str, device: torch.device)
     for really in (False, True):
         place = device if really else torch.device("cpu")
         op = BACKEND.ops[name] if really else REFERENCE[name]
-        rows = rows_of(name)
+        rows = rows_of(name, *slots)
         if really:
             moved = {f: getattr(rows, f) for f in rows.__dataclass_fields__ if f != "written"}
             moved = {f: x.to(place) if isinstance(x, torch.Tensor) else x for f, x in moved.items()}

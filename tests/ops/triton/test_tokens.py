@@ -83,10 +83,10 @@ def test_decode_rows_give_the_outputs_states_exports_and_report_of_the_reference
     lengths = [3, 1, 0, 2, 1, 0, 1]
     sources = [3, 3, 3, -1, 5, -1, 6]
     targets = [7, 8, 9, 10, 5, 11, -1]
-    exports = [(0, 1, 12), (0, 3, 13), (0, 3, 14), (3, 2, 15), (4, 1, -1), (6, 1, 0)]
+    exports = [(0, 1, 12), (0, 3, 13), (0, 3, 14), (3, 2, 15), (4, 1, -1), (6, 1, 4)]
     layer = Layer(kind, sum(lengths), dtype)
     bank = layer.bank(16)
-    bank[[0, *range(7, 16)]] = NAN
+    bank[[4, *range(7, 16)]] = NAN
     banks = [bank_copy(bank) for _ in "ab"]
     rows = make_rows(lengths, sources, targets, exports)
     other = replace(rows, written=WriteLog())
