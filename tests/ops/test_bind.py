@@ -95,3 +95,9 @@ def test_one_line_says_who_serves_what(caplog: pytest.LogCaptureFixture) -> None
     assert [r.getMessage() for r in caplog.records] == [
         "ops on cpu: good: linear; torch: all others; not broken (needs another device)"
     ]
+
+
+def test_triton_says_what_it_lacks_on_a_cpu() -> None:
+    reason = r"triton: (Triton is not installed|needs CUDA, or Triton's interpreter)"
+    with pytest.raises(Refused, match=reason):
+        bind(CPU, backend="triton")

@@ -54,7 +54,8 @@ DEFAULT = Choices()
 SMALL = Choices(chunks=ChunkChoice(stages=1))
 """For GPUs whose blocks get less shared memory than `DEFAULT` takes, some 125 KB in bf16."""
 
-SHARED_BYTES = 128 * 1024
+ROOMY = frozenset({(8, 0), (9, 0), (10, 0), (10, 3)})
+"""Compute capabilities whose blocks may have that much."""
 
 MEASURED: MappingProxyType[str, Choices] = MappingProxyType({})
 """By the name that CUDA gives the GPU."""
@@ -64,9 +65,8 @@ MEASURED: MappingProxyType[str, Choices] = MappingProxyType({})
 def _of_device(device: torch.device) -> Choices:
     if device.type != "cuda":
         return DEFAULT
-    facts = torch.cuda.get_device_properties(device)
-    roomy = facts.shared_memory_per_block_optin >= SHARED_BYTES
-    return MEASURED.get(facts.name, DEFAULT if roomy else SMALL)
+    roomy = torch.cuda.get_device_capability(device) in ROOMY
+    return MEASURED.get(torch.cuda.get_device_name(device), DEFAULT if roomy else SMALL)
 
 
 def conv_choice(device: torch.device) -> ConvChoice:
