@@ -19,7 +19,7 @@ def main() -> int:
     parser.add_argument("--model", type=Path)
     parser.add_argument("--cases", type=int, default=40)
     parser.add_argument("--tasks", nargs="+", default=list(TASKS))
-    parser.add_argument("--place", choices=("body", "question", "reply"))
+    parser.add_argument("--place", choices=("body", "value", "question", "reply"))
     args = parser.parse_args()
     table = measure(locate(args.model), args.tasks, args.cases, place=args.place)
     print(markdown(table, args.place))

@@ -10,12 +10,6 @@ from tests.support.sensitivity import GATES, ROWS, Table, markdown, measure
 MODELS = sorted(p.name for p in BUNDLED.iterdir() if (p / "model.safetensors").is_file())
 COUNT = 16
 
-OPEN = {
-    ("millpond-tiny-glm", "rollback missed: a wrong digit stays"),
-    ("millpond-tiny-qwen", "state zeroed"),
-}
-"""Gates that the present weights do not pass; a pass is an error here, so that the list shrinks."""
-
 
 @pytest.fixture(scope="module", params=MODELS)
 def tables(request: pytest.FixtureRequest) -> Table:
@@ -34,15 +28,11 @@ def test_an_undamaged_hand_off_changes_nothing(tables: Table) -> None:
 
 
 @pytest.mark.parametrize("fault, task, limit", GATES)
-def test_damage_shows_in_the_answers(
-    request: pytest.FixtureRequest, tables: Table, fault: str, task: str, limit: float
-) -> None:
-    if (request.node.callspec.params["tables"], fault) in OPEN:
-        request.applymarker(pytest.mark.xfail(strict=True))
+def test_damage_shows_in_the_answers(tables: Table, fault: str, task: str, limit: float) -> None:
     assert tables[fault][task] <= limit
 
 
 def test_the_table_marks_what_a_gate_forbids() -> None:
     shown = markdown({"state zeroed": {"ledger": 0.5}, "KV zeroed": {"ledger": 0.5}})
-    assert "| state zeroed | question | 0.50 (≤ 0.3: NO) |" in shown
+    assert "| state zeroed | reply | 0.50 (≤ 0.3: NO) |" in shown
     assert "| KV zeroed | question | 0.50 |" in shown

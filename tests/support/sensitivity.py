@@ -1,13 +1,15 @@
 """The share of right replies under each fault: what a model shows of damage, and what it hides.
 
-Two places of a hand-off: `question`, when the last token of the user's last message has been folded
-and the template's own tokens and the reply are to come, which is where a checkpoint is handed on at
-its latest; and `reply`, when the whole prompt has been folded and the first token of the reply is
-drawn, which is where decoding, and with it speculation, begins. `body` is before the question.
+Places of a hand-off: `value`, when the last token of the value that is asked for has been folded,
+where a checkpoint inside a message is handed on (in tasks without one it is `question`);
+`question`, when the last token of the user's last message has been folded; and `reply`, when the
+whole prompt has been folded and the first token of the reply is drawn, which is where decoding, and
+with it speculation, begins. `body` is before the question.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,13 +23,13 @@ from tests.support import faults
 from tests.support.faults import Fault
 from tests.support.handoff import Bench, Handoff
 
-Place = Literal["body", "question", "reply"]
+Place = Literal["body", "value", "question", "reply"]
 
 ROWS: tuple[tuple[str, Fault, Place], ...] = (
     ("none", faults.nothing, "question"),
-    ("state zeroed", faults.state_zeroed, "question"),
-    ("state of another sequence", faults.state_swapped, "question"),
-    ("state two tokens old", faults.state_two_tokens_old, "question"),
+    ("state zeroed", faults.state_zeroed, "reply"),
+    ("state of another sequence", faults.state_swapped, "reply"),
+    ("state two tokens old", faults.state_two_tokens_old, "value"),
     ("convolution window dropped", faults.window_dropped, "question"),
     ("rollback missed: a wrong digit stays", faults.rejected_digit_kept, "reply"),
     ("rollback missed: a foreign token stays", faults.foreign_token_kept, "reply"),
@@ -82,12 +84,21 @@ class Speaker:
         assert tuple(encoded.ids) == case.prompt
         reply = self.tokenizer.encode(case.reply, add_special_tokens=False).ids
         tokens = (*case.prompt, *reply, self.dialect.ends[0])
+        asked = start + len(question)
+        told = _value_end(prompt[:start], question) if task == "ledger" else asked
         places: dict[Place, int] = {
             "body": sum(stop <= start for _, stop in encoded.offsets),
-            "question": sum(begin < start + len(question) for begin, _ in encoded.offsets),
+            "value": sum(begin < told for begin, _ in encoded.offsets),
+            "question": sum(begin < asked for begin, _ in encoded.offsets),
             "reply": len(case.prompt),
         }
         return Text(tokens, places)
+
+
+def _value_end(text: str, question: str) -> int:
+    """Where the last value ends in `text` of the item that a question about a ledger names last."""
+    asked = [w for w in re.findall(r"\w+", question) if re.search(rf"set {w} \d", text)]
+    return [m.end() for m in re.finditer(rf"set {asked[-1]} \d+", text)][-1]
 
 
 def handoffs(bench: Bench, texts: Iterable[Text], place: Place) -> list[Handoff]:
