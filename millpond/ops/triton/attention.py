@@ -5,6 +5,9 @@ rising order from position 0; weights are rounded to the model dtype before they
 maxima and sums stay fp32. A single token's tiles are folded in splits whose size follows from its
 own position alone and which are then added in rising order: its bytes depend on no neighbour, nor
 on how many splits a launch has room for. fp32 operands are multiplied as three TF32 products.
+
+A selection is first turned into each token's list of groups of 4 positions that hold a selected
+one; what a token then folds are tiles of 16 such groups in rising order, wherever they lie.
 """
 
 from __future__ import annotations
@@ -57,6 +60,12 @@ MLA = AttentionChoice(
 
 STORE_BLOCK = 1024
 
+GROUPED = 4
+"""Positions of a group: the published indexer's pool. Any selection is right, this one is tight."""
+
+LISTED = 1024
+"""Groups that a listing program looks at together."""
+
 
 def write_kv(
     cache: torch.Tensor,
@@ -96,7 +105,7 @@ def paged_mla(
     scale: float,
     selected: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As the reference. A tile of which a token selects nothing is not read for it."""
+    """As the reference. Latents that a token does not select are hardly read for it."""
     pages = latent_pages[:, None]
     return _attend(q_latent, pages, pages, batch, scale, 0, selected, MLA)
 
@@ -116,16 +125,20 @@ def _attend(
     group = heads // kv_heads
     out = torch.empty((tokens, heads, value_dim), dtype=q.dtype, device=q.device)
     table = batch.page_table
-    mask = table if selected is None else selected.view(torch.uint8)
+    mask = groups = sizes = table
+    if selected is not None:
+        mask = selected.view(torch.uint8)
+        groups, sizes = _listed(mask, batch)
     pages = (
-        key_pages, value_pages, mask, table, batch.row_start, batch.row_end,
+        key_pages, value_pages, mask, groups, sizes, table, batch.row_start, batch.row_end,
         slot_stride(key_pages), slot_stride(value_pages),
         table.stride(0), mask.stride(0), table.shape[1], first, scale * log2(e),
     )  # fmt: skip
     shape = {
         "KV_HEADS": kv_heads, "GROUP": group, "D": dim, "DP": max(16, power_of_two(dim)),
         "DV": value_dim, "DVP": max(16, power_of_two(value_dim)),
-        "SAME": value_pages is key_pages, "SELECTED": selected is not None, "TILE": TILE,
+        "SAME": value_pages is key_pages, "SELECTED": selected is not None,
+        "TILE": TILE, "SIZE": GROUPED,
     }  # fmt: skip
 
     whole = min(power_of_two(group), choice.lines)
@@ -161,11 +174,29 @@ def _attend(
             num_warps=choice.single_warps, num_stages=choice.single_stages, **LAUNCH,
         )  # fmt: skip
         _join[(singles, heads)](
-            stats, parts, out, *places, splits, table.shape[1],
-            HEADS=heads, DV=value_dim, DVP=shape["DVP"], TILE=TILE, **split,
+            stats, parts, out, *places, sizes, splits, table.shape[1],
+            HEADS=heads, DV=value_dim, DVP=shape["DVP"], TILE=TILE, SIZE=GROUPED,
+            SELECTED=selected is not None, **split,
             num_warps=2, **LAUNCH,
         )  # fmt: skip
     return out
+
+
+def _listed(mask: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of mask [T, P * 64] uint8: groups [T, P * 16] int32, rising, and how many there are [T]."""
+    tokens, verify = mask.shape[0], batch.verify
+    groups = torch.empty((tokens, mask.shape[1] // GROUPED), dtype=torch.int32, device=mask.device)
+    sizes = torch.empty((tokens,), dtype=torch.int32, device=mask.device)
+    seats, drafts = (
+        (batch.seats, batch.seats) if verify is None else (verify.seats, verify.num_drafts)
+    )
+    if tokens:
+        _list[(tokens,)](
+            mask, groups, sizes, batch.positions, seats, drafts, batch.first_verify_token,
+            1 if verify is None else verify.width, mask.stride(0), batch.page_table.shape[1],
+            TILE=TILE, SIZE=GROUPED, BLOCK=LISTED, num_warps=4, **LAUNCH,
+        )  # fmt: skip
+    return groups, sizes
 
 
 @live
@@ -185,36 +216,75 @@ def _write_kv(
         tl.store(cache + page * page_stride + place, value, mask=at < HEADS * D)
 
 
+@live
+def _list(
+    selected, groups, sizes, positions, verify_seats, num_drafts, first_verify, verify_width,
+    selected_stride, num_pages,
+    TILE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The groups of SIZE positions of which one token selects any it sees."""
+    token = tl.program_id(0).to(tl.int64)
+    stop = tl.load(positions + token).to(tl.int32) + 1
+    place = token - first_verify
+    if place >= 0:
+        filled = place % verify_width <= tl.load(num_drafts + place // verify_width)
+        filled = filled & (tl.load(verify_seats + place // verify_width) >= 0)
+        stop = tl.where(filled, stop, 0)
+    stop = tl.minimum(stop, num_pages * TILE)
+    count = 0
+    for begin in range(0, (stop + SIZE - 1) // SIZE, BLOCK):
+        group = begin + tl.arange(0, BLOCK)
+        at = group[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+        chosen = tl.load(selected + token * selected_stride + at, mask=at < stop, other=0)
+        some = (tl.max(chosen.to(tl.int32), 1) > 0).to(tl.int32)
+        rank = count + tl.cumsum(some, 0) - some
+        tl.store(groups + token * num_pages * (TILE // SIZE) + rank, group, mask=some != 0)
+        count += tl.sum(some, 0)
+    tl.store(sizes + token, count)
+
+
 @triton.jit
-def _vectors(
-    pages, page, head, left, stride, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr
-):
-    """A page's vectors of one head [TILE, DP]: zero from entry `left` on, and where no page is."""
-    entry = tl.arange(0, TILE)
+def _vectors(pages, base, entry, there, D: tl.constexpr, DP: tl.constexpr):
+    """A tile's vectors [TILE, DP]: entries of a page at `base`, or of pages at bases of their own.
+
+    Zero where nothing is.
+    """
     d = tl.arange(0, DP)
-    there = (entry < tl.where(page >= 0, left, 0))[:, None]
+    mask = there[:, None]
     if D != DP:
-        there = there & (d < D)[None, :]
-    at = pages + tl.maximum(page, 0) * stride + head * (TILE * D)
-    return tl.load(at + entry[:, None] * D + d[None, :], mask=there, other=0.0)
+        mask = mask & (d < D)[None, :]
+    at = (base + entry * D)[:, None] + d[None, :]
+    return tl.load(pages + at, mask=mask, other=0.0)
 
 
 @triton.jit
 def _fold(
-    queries, position, top, total, mixed, tile, head, end, line_mask,
+    queries, position, top, total, mixed, tile, head, end, groups, size, mask_of_token,
     keys, values, pages_of_row, key_stride, value_stride, first_position, scale,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    SAME: tl.constexpr, SELECTED: tl.constexpr, TILE: tl.constexpr,
+    SAME: tl.constexpr, SELECTED: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """One tile into the running maximum (of scores times log2 e), sum and mix of every line."""
-    page = tl.load(pages_of_row + tile).to(tl.int64)
-    left = end - tile * TILE
-    k = _vectors(keys, page, head, left, key_stride, D, DP, TILE)
+    lane = tl.arange(0, TILE)
+    if SELECTED:
+        listed = tile * (TILE // SIZE) + lane // SIZE
+        group = tl.load(groups + listed, mask=listed < size, other=0)
+        at = group * SIZE + lane % SIZE
+        chosen = tl.load(mask_of_token + at, mask=(listed < size) & (at < end), other=0) != 0
+        page = tl.load(pages_of_row + at // TILE, mask=chosen, other=-1).to(tl.int64)
+        there = chosen & (page >= 0)
+        entry = at % TILE
+    else:
+        at = tile * TILE + lane
+        page = tl.load(pages_of_row + tile).to(tl.int64)
+        there = at < tl.where(page >= 0, end, 0)
+        entry = lane
+    page = tl.maximum(page, 0)
+    k = _vectors(keys, page * key_stride + head * (TILE * D), entry, there, D, DP)
     scores = product(queries, tl.trans(k), queries.dtype, "tf32x3") * scale
-    at = tile * TILE + tl.arange(0, TILE)
     seen = (at[None, :] <= position[:, None]) & (at >= first_position)[None, :]
     if SELECTED:
-        seen = seen & (line_mask != 0)[None, :]
+        seen = seen & chosen[None, :]
     scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(top, tl.max(scores, 1))
     finite = tl.where(new == float("-inf"), 0.0, new)
@@ -223,7 +293,7 @@ def _fold(
     if SAME:
         v = k
     else:
-        v = _vectors(values, page, head, left, value_stride, DV, DVP, TILE)
+        v = _vectors(values, page * value_stride + head * (TILE * DV), entry, there, DV, DVP)
     total = total * shrink + tl.sum(weights, 1)
     mixed = mixed * shrink[:, None] + product(weights, v, queries.dtype, "tf32x3")
     return new, total, mixed
@@ -231,41 +301,33 @@ def _fold(
 
 @triton.jit
 def _fold_range(
-    queries, position, begin, stop, head, end, mask_of_token,
+    queries, position, begin, stop, head, end, groups, size, mask_of_token,
     keys, values, pages_of_row, key_stride, value_stride, first_position, scale,
     LINES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    SAME: tl.constexpr, SELECTED: tl.constexpr, TILE: tl.constexpr,
+    SAME: tl.constexpr, SELECTED: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Tiles begin .. stop - 1, in that order."""
     top = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
     mixed = tl.zeros([LINES, DVP], tl.float32)
     for tile in range(begin, stop):
-        if SELECTED:
-            chosen = tl.load(mask_of_token + tile * TILE + tl.arange(0, TILE))
-            if tl.max(chosen.to(tl.int32), 0) > 0:
-                top, total, mixed = _fold(
-                    queries, position, top, total, mixed, tile, head, end, chosen,
-                    keys, values, pages_of_row, key_stride, value_stride, first_position, scale,
-                    D, DP, DV, DVP, SAME, SELECTED, TILE,
-                )  # fmt: skip
-        else:
-            top, total, mixed = _fold(
-                queries, position, top, total, mixed, tile, head, end, 0,
-                keys, values, pages_of_row, key_stride, value_stride, first_position, scale,
-                D, DP, DV, DVP, SAME, SELECTED, TILE,
-            )  # fmt: skip
+        top, total, mixed = _fold(
+            queries, position, top, total, mixed, tile, head, end, groups, size, mask_of_token,
+            keys, values, pages_of_row, key_stride, value_stride, first_position, scale,
+            D, DP, DV, DVP, SAME, SELECTED, TILE, SIZE,
+        )  # fmt: skip
     return top, total, mixed
 
 
 @live
 def _chunk(
-    q, out, cu_seqlens, count, keys, values, selected, page_table, row_start, row_end,
+    q, out, cu_seqlens, count, keys, values, selected, groups, sizes, page_table,
+    row_start, row_end,
     key_stride, value_stride, table_stride, selected_stride, num_pages, first_position, scale,
     q_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, SAME: tl.constexpr, SELECTED: tl.constexpr,
-    TILE: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    TILE: tl.constexpr, SIZE: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """QUERIES tokens of a prompt row by heads that share keys, all their past."""
     LINES: tl.constexpr = QUERIES * HEADS_IN_BLOCK
@@ -291,11 +353,17 @@ def _chunk(
         start = tl.load(row_start + row).to(tl.int64)
         last = start + tl.minimum(first + QUERIES, length) - 1
         stop = tl.minimum(last // TILE + 1, num_pages).to(tl.int32)
+        size = 0
+        if SELECTED:
+            size = tl.load(sizes + begin + first)
+            stop = (size * SIZE + TILE - 1) // TILE
         _top, total, mixed = _fold_range(
             queries, tl.where(real, start + step, -1), 0, stop, kv_head,
-            tl.load(row_end + row).to(tl.int64), selected + (begin + first) * selected_stride,
+            tl.load(row_end + row).to(tl.int64),
+            groups + (begin + first) * num_pages * (TILE // SIZE), size,
+            selected + (begin + first) * selected_stride,
             keys, values, page_table + row.to(tl.int64) * table_stride, key_stride, value_stride,
-            first_position, scale, LINES, D, DP, DV, DVP, SAME, SELECTED, TILE,
+            first_position, scale, LINES, D, DP, DV, DVP, SAME, SELECTED, TILE, SIZE,
         )  # fmt: skip
         mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
         dv = tl.arange(0, DVP)
@@ -309,10 +377,12 @@ def _chunk(
 
 @triton.jit
 def _tiles_of(
-    token, positions, verify_seats, num_drafts, first_token, first_verify, verify_width, num_pages,
-    TILE: tl.constexpr,
+    token, positions, verify_seats, num_drafts, first_token, first_verify, verify_width, sizes,
+    num_pages, TILE: tl.constexpr, SELECTED: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles that a single token sees; none for the padding of verify rows."""
+    """Tiles that a single token folds; none for the padding of verify rows."""
+    if SELECTED:
+        return (tl.load(sizes + first_token + token) * SIZE + TILE - 1) // TILE
     tiles = tl.load(positions + first_token + token).to(tl.int32) // TILE + 1
     place = token + first_token - first_verify
     if place >= 0:
@@ -335,19 +405,21 @@ def _span_of(tiles, SPLIT: tl.constexpr, MOST: tl.constexpr):
 @live
 def _singles(
     q, stats, parts, positions, token_row, verify_seats, num_drafts, first_token, first_verify,
-    verify_width, keys, values, selected, page_table, row_start, row_end,
+    verify_width, keys, values, selected, groups, sizes, page_table,
+    row_start, row_end,
     key_stride, value_stride, table_stride, selected_stride, num_pages, first_position, scale,
     split_stride, q_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, SAME: tl.constexpr, SELECTED: tl.constexpr,
-    TILE: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr,
+    TILE: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr,
+    HEADS_IN_BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One token by heads that share keys, one split of its past."""
     BLOCKS: tl.constexpr = (GROUP + HEADS_IN_BLOCK - 1) // HEADS_IN_BLOCK
     token = tl.program_id(0)
     tiles = _tiles_of(
         token, positions, verify_seats, num_drafts, first_token, first_verify, verify_width,
-        num_pages, TILE,
+        sizes, num_pages, TILE, SELECTED, SIZE,
     )  # fmt: skip
     span = _span_of(tiles, SPLIT, MOST)
     begin = tl.program_id(2) * span
@@ -366,11 +438,15 @@ def _singles(
             other=0.0,
         )
         position = tl.load(positions + packed).to(tl.int64)
+        size = 0
+        if SELECTED:
+            size = tl.load(sizes + packed)
         top, total, mixed = _fold_range(
             queries, tl.where(real, position, -1), begin, tl.minimum(begin + span, tiles), kv_head,
-            tl.load(row_end + row).to(tl.int64), selected + packed * selected_stride,
+            tl.load(row_end + row).to(tl.int64), groups + packed * num_pages * (TILE // SIZE), size,
+            selected + packed * selected_stride,
             keys, values, page_table + row * table_stride, key_stride, value_stride,
-            first_position, scale, HEADS_IN_BLOCK, D, DP, DV, DVP, SAME, SELECTED, TILE,
+            first_position, scale, HEADS_IN_BLOCK, D, DP, DV, DVP, SAME, SELECTED, TILE, SIZE,
         )  # fmt: skip
         place = (token.to(tl.int64) * split_stride + tl.program_id(2)) * (KV_HEADS * GROUP) + head
         tl.store(stats + place * 2, top, mask=real)
@@ -386,15 +462,15 @@ def _singles(
 @live
 def _join(
     stats, parts, out, positions, token_row, verify_seats, num_drafts, first_token, first_verify,
-    verify_width, split_stride, num_pages,
+    verify_width, sizes, split_stride, num_pages,
     HEADS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
-    SPLIT: tl.constexpr, MOST: tl.constexpr,
+    SIZE: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr,
 ):  # fmt: skip
     """The splits of one token and head, in rising order; zeros where there is none."""
     token = tl.program_id(0)
     tiles = _tiles_of(
         token, positions, verify_seats, num_drafts, first_token, first_verify, verify_width,
-        num_pages, TILE,
+        sizes, num_pages, TILE, SELECTED, SIZE,
     )  # fmt: skip
     span = _span_of(tiles, SPLIT, MOST)
     dv = tl.arange(0, DVP)

@@ -27,6 +27,8 @@ LIVE = (
     "num_drafts",
     "verify_width",
     "selected",
+    "groups",
+    "sizes",
     "selected_stride",
     "first_position",
     "split_stride",

@@ -47,8 +47,16 @@ def random(*shape: int, dtype: torch.dtype, made: int = 7) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(made)).to(dtype)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("heads", "first"), [((6, 2), 0), ((3, 3), 0), ((6, 2), 1)], ids=str)
+@pytest.mark.parametrize(
+    ("heads", "first", "dtype"),
+    [
+        ((6, 2), 0, torch.float32),
+        ((6, 2), 0, torch.bfloat16),
+        ((3, 3), 0, torch.float32),
+        ((6, 2), 1, torch.float32),
+    ],
+    ids=str,
+)
 def test_gqa_of_all_forms_equals_the_reference(
     heads: tuple[int, int], first: int, dtype: torch.dtype, device: torch.device
 ) -> None:
@@ -89,6 +97,25 @@ def test_mla_of_all_forms_equals_the_reference(
     torch.testing.assert_close(found.cpu(), expected, **within("attention", dtype))
     if sparse:
         assert not found[4].any()
+
+
+def test_latents_far_from_what_is_selected_are_not_read(device: torch.device) -> None:
+    dtype = torch.float32
+    batch = make_batch((), [(190, 1)], tables=[[5, 6, 4]])
+    pages = filled_pages(batch, (64, 16), dtype, 1)
+    selected = torch.zeros(1, 192, dtype=torch.bool)
+    selected[0, torch.arange(0, 180, 9)] = True  # 20 groups of 4: two tiles
+    selected[0, 191] = True  # after the token
+    q = random(1, 3, 16, dtype=dtype)
+    named = {"scale": SCALE}
+    expected = reference.paged_mla(q, pages, batch=batch, selected=selected, **named)
+    near = selected.view(-1, 4).any(1).repeat_interleave(4)
+    pages[[5, 6, 4]] = torch.where(near.view(3, 64, 1), pages[[5, 6, 4]], NAN)
+    found = kernels.paged_mla(
+        q.to(device), pages.to(device), batch=to(batch, device), selected=selected.to(device),
+        **named,
+    )  # fmt: skip
+    torch.testing.assert_close(found.cpu(), expected, **within("attention", dtype))
 
 
 def test_a_split_past_adds_up_and_follows_from_the_position_alone(
