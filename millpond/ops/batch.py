@@ -9,6 +9,7 @@ verify rows: B rows, K drafts at most.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from itertools import islice
 
 import torch
 
@@ -31,15 +32,16 @@ class WriteLog:
 
     def agreed(self) -> frozenset[tuple[int, int]]:
         """The (slot, folded) pairs that every recorded call wrote; empty without a call."""
-        calls = [
-            {
-                (slot, n)
-                for slot, n in zip(slots.tolist(), folded.tolist(), strict=True)
-                if slot >= 0
-            }
-            for slots, folded in self.entries
-        ]
-        return frozenset(set.intersection(*calls)) if calls else frozenset()
+        if not self.entries:
+            return frozenset()
+        # One transfer for all of them: a device is asked once, not twice a call.
+        numbers = iter(torch.cat([x for entry in self.entries for x in entry]).tolist())
+        calls = []
+        for slots, _ in self.entries:
+            written = list(islice(numbers, len(slots)))
+            folded = islice(numbers, len(slots))
+            calls.append({pair for pair in zip(written, folded, strict=True) if pair[0] >= 0})
+        return frozenset(set.intersection(*calls))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,6 +44,7 @@ META = (
     "num_exports",
     "num_blocks",
     "num_tokens",
+    "beta_stride",  # of one token, whatever a view of it says
 )
 """Arguments that describe the live batch, wherever a kernel has them."""
 

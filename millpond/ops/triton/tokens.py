@@ -165,7 +165,11 @@ def load_state(bank, slot, head, keys, values, stride, K: tl.constexpr, V: tl.co
 
 @triton.jit
 def store_state(bank, slot, s, head, keys, values, stride, K: tl.constexpr, V: tl.constexpr):
-    """s [BV, KP] into one head's rows of a slot, unless there is none."""
+    """s [BV, KP] into one head's rows of a slot, unless there is none.
+
+    Small tiles are held by several threads each: all have read the slot before one overwrites it.
+    """
+    tl.debug_barrier()
     inside = (values < tl.where(slot >= 0, V, 0))[:, None] & (keys < K)[None, :]
     at = bank + tl.maximum(slot, 0) * stride + head * (V * K)
     tl.store(at + values[:, None] * K + keys[None, :], s, mask=inside)
