@@ -23,6 +23,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 import millpond
 from millpond.errors import Busy, MillpondError, Refused
 from millpond.front import operations, replies
+from millpond.front.connections import Silence
 from millpond.front.guard import Guard, Limits
 from millpond.front.routes.all import routers
 from millpond.front.service import Service
@@ -158,13 +159,17 @@ class _Server(uvicorn.Server):
         self.status = 0
         self._service, self._told, self._hurried = service, service.startup.ready, False
         self._failed_at: float | None = None
+        self._silence = Silence()
         # At the deadline the engine ends what is left, so that clients are told.
         self._deadline = threading.Timer(drain_seconds, service.engine.close, (False, 10.0))
         self._deadline.daemon = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Several times a second: look after the engine. True to end."""
+        """Ten times a second: look after the engine and the connections. True to end."""
         service = self._service
+        if counter % 10 == 0:
+            now = asyncio.get_running_loop().time()
+            self._silence.break_off(list(self.server_state.connections), now)
         if not self._told and service.startup.ready:
             self._told = True
             parts = ", ".join(f"{name} {s:.1f} s" for name, s in service.startup.seconds.items())
