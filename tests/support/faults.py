@@ -45,7 +45,8 @@ def window_dropped(case: Handoff, other: Handoff) -> Memory:
 def rejected_digit_kept(case: Handoff, other: Handoff) -> Memory:
     """State and window hold one token too many: a draft that said a wrong digit, kept."""
     said = case.tokens[case.reply :]
-    digits = [digit for digit in case.bench.digits if digit not in said]
+    wrong = [digit for digit in case.bench.digits if digit not in said]
+    digits = wrong or [digit for digit in case.bench.digits if digit != said[0]]
     return _taken(case, case.ahead(digits[sum(case.tokens) % len(digits)]), "recurrent", "conv")
 
 
