@@ -130,7 +130,7 @@ def unknown(dice: Random, split: Split) -> list[Message]:
 
 def random_words(dice: Random) -> list[Message]:
     """Words of a short list, without a reason: drafts of them must fail now and then."""
-    count = dice.randint(3, 12)
+    count = dice.randint(3, 5)
     ask = dice.choice(("Say {c} random words.", "Give me {c} random words.", "{c} random words"))
     text = " ".join(dice.choice(_DRAWN) for _ in range(count))
     return [user(ask.format(c=count)), assistant(text)]
