@@ -12,7 +12,8 @@ one; what a token then folds are tiles of 16 such groups in rising order, wherev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from math import e, log2
 
 import torch
@@ -57,6 +58,25 @@ MLA = AttentionChoice(
     split_tiles=8, max_splits=16,
 )  # fmt: skip
 """Not measured yet."""
+
+SHARED_BYTES = 200 * 1024
+"""What a block must be allowed for these, in bf16; with less: fewer lines, nothing loaded ahead."""
+
+
+@cache
+def _of_device(choice: AttentionChoice, device: torch.device) -> AttentionChoice:
+    if device.type != "cuda":
+        return choice
+    allowed = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined, unused-ignore]
+    if allowed >= SHARED_BYTES:
+        return choice
+    return small(choice)
+
+
+def small(choice: AttentionChoice) -> AttentionChoice:
+    """For GPUs with less shared memory."""
+    return replace(choice, lines=16, chunk_warps=4, chunk_stages=1, single_stages=1)
+
 
 STORE_BLOCK = 1024
 
@@ -120,6 +140,7 @@ def _attend(
     selected: torch.Tensor | None,
     choice: AttentionChoice,
 ) -> torch.Tensor:
+    choice = _of_device(choice, q.device)
     tokens, heads, dim = q.shape
     kv_heads, value_dim = key_pages.shape[1], value_pages.shape[-1]
     group = heads // kv_heads
