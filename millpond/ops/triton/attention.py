@@ -59,22 +59,19 @@ MLA = AttentionChoice(
 )  # fmt: skip
 """Not measured yet."""
 
-SHARED_BYTES = 200 * 1024
-"""What a block must be allowed for these, in bf16; with less: fewer lines, nothing loaded ahead."""
+ROOMY = frozenset({(9, 0), (10, 0), (10, 3)})
+"""Compute capabilities whose blocks may have the shared memory of these, some 200 KB in bf16."""
 
 
 @cache
 def _of_device(choice: AttentionChoice, device: torch.device) -> AttentionChoice:
-    if device.type != "cuda":
-        return choice
-    allowed = torch.cuda.get_device_properties(device).shared_memory_per_block_optin  # type: ignore[attr-defined, unused-ignore]
-    if allowed >= SHARED_BYTES:
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) in ROOMY:
         return choice
     return small(choice)
 
 
 def small(choice: AttentionChoice) -> AttentionChoice:
-    """For GPUs with less shared memory."""
+    """For others: fewer lines, nothing loaded ahead."""
     return replace(choice, lines=16, chunk_warps=4, chunk_stages=1, single_stages=1)
 
 
