@@ -14,19 +14,26 @@ import torch
 
 from millpond.ops.bind import Backend
 
-HOMES = MappingProxyType(
-    {
-        "conv_prefill": "conv",
-        "conv_decode": "conv",
-        "conv_verify": "conv",
-        "delta_prefill": "chunks",
-        "delta_decode": "tokens",
-        "delta_verify": "tokens",
-        "boundary_store": "slots",
-        "hidden_before_verify": "slots",
-        "boundary_verify": "slots",
-    }
-)
+_OPS = {
+    "conv": ("conv_prefill", "conv_decode", "conv_verify"),
+    "chunks": ("delta_prefill",),
+    "tokens": ("delta_decode", "delta_verify"),
+    "slots": ("boundary_store", "hidden_before_verify", "boundary_verify"),
+    "attention": ("write_kv", "paged_gqa", "paged_mla"),
+    "indexer": ("pool_keys", "select"),
+    "norms": (
+        "rms_norm",
+        "zero_centred_rms_norm",
+        "layer_norm",
+        "gated_rms_norm_silu",
+        "gated_rms_norm_sigmoid",
+    ),
+    "elementwise": ("sigmoid_gate", "swiglu", "rotate_partial"),
+    "hyper": ("hyper_pre", "hyper_post", "hyper_mean"),
+    "moe": ("moe_route_softmax", "moe_route_sigmoid", "grouped_experts"),
+    "sampling": ("sample",),
+}
+HOMES = MappingProxyType({op: module for module, ops in _OPS.items() for op in ops})
 """The module of each op, beside this one."""
 
 FIRST_CAPABILITY = (8, 0)
