@@ -13,7 +13,8 @@ _SORT = ("Sort these {s}: {w}", "Sort: {w}", "Put these {s} in order: {w}", "sor
 
 
 _MOST_STRANGE = 10
-"""Made-up words are many tokens each; a list of them is kept as short as one of nouns in tokens."""
+"""Made-up words, codes and numbers are many tokens each; a list of them is as long in tokens as one
+of nouns."""
 
 
 def words(dice: Random, count: int) -> list[str]:
@@ -26,9 +27,9 @@ def words(dice: Random, count: int) -> list[str]:
     if sort < 0.72:
         return [syllable_word(dice, dice.randint(1, 3)) for _ in range(min(count, _MOST_STRANGE))]
     if sort < 0.8:
-        return [code(dice) for _ in range(count)]
+        return [code(dice) for _ in range(min(count, _MOST_STRANGE))]
     if sort < 0.9:
-        return [str(dice.randint(0, 99)) for _ in range(count)]
+        return [str(dice.randint(0, 99)) for _ in range(min(count, _MOST_STRANGE))]
     return [dice.choice((*PHRASES, *NOUNS, *ADJECTIVES)) for _ in range(count)]
 
 

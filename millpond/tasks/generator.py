@@ -9,7 +9,7 @@ from random import Random
 from millpond.tasks import arithmetic, copying, ledger, recall, speech, talk, tools
 from millpond.tasks.dialogue import Dialogue, Message, Split, system
 
-VERSION = 8
+VERSION = 9
 """Raised whenever the same seed would give another dialogue."""
 
 _SYSTEMS = (
