@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import uvicorn
 
@@ -56,6 +57,8 @@ def make_service(tokenizer: Tokenizer, text: str, *, pause: float = 0.0) -> Serv
 
 class Running:
     """A server on a loopback port, in a thread."""
+
+    client: httpx.Client  # of tests that talk to it a lot
 
     def __init__(self, service: Service, options: Options | None = None) -> None:
         self.service = service

@@ -157,20 +157,17 @@ EACH = [(p, f, v) for p, (_, fields) in CASES.items() for f, v in fields.items()
 @pytest.fixture(scope="module")
 def server(tokenizer) -> Iterator[Running]:
     running = Running(make_service(tokenizer, "Think.</think>hello <|system|> well"))
-    yield running
-    wait_for(lambda: held(running.service) == 0)
-    CLIENT.close()
+    with httpx.Client(timeout=30) as running.client:
+        yield running
+        wait_for(lambda: held(running.service) == 0)
     running.close()
-
-
-CLIENT = httpx.Client(timeout=30)
 
 
 def told(server: Running, path: str, body: dict[str, Any]) -> tuple[httpx.Response, Any]:
     """(the answer, all that a request led to but what is new every time)."""
     before = len(server.service.engine.requests)
     headers = {"x-request-id": "same"}
-    reply = CLIENT.post(server.url + path, json=body, headers=headers)
+    reply = server.client.post(server.url + path, json=body, headers=headers)
     sent = server.service.engine.requests[before:]
     asked = [{**msgspec.to_builtins(r), "request_id": ""} for r in sent]
     ignored = reply.headers.get("x-ignored-fields")

@@ -87,8 +87,8 @@ def test_the_acceptance_question_is_answered_with_four(
 @both
 @pytest.mark.parametrize("task", ["recall", "tools", "many_turns"])
 def test_logits_equal_the_oracle_on_the_bundled_files(family: Family, task: str) -> None:
-    ids = ENCODERS[family.name](make(task, 3)).ids.tolist()
-    assert len(ids) > GLM.shape.index_topk + 4  # a selection is at work
+    made = (ENCODERS[family.name](make(task, seed)).ids.tolist() for seed in range(3, 30))
+    ids = next(ids for ids in made if len(ids) > 2 * GLM.shape.index_topk)  # a selection is at work
     model = trained(family.name)
     with torch.no_grad():
         out = model(batch_of(ids), drafts=0, sparse=True)

@@ -94,7 +94,7 @@ class Master:
 
     def signal(self, which: signal.Signals) -> None:
         assert self.process is not None
-        self.process.send_signal(which)
+        _signal(self.process.pid, which)
 
     def kill(self) -> None:
         if self.process is not None and self.process.poll() is None:
@@ -125,8 +125,18 @@ class Owner:
         assert self.process.stdout.readline().strip() == b"0", "the member could not join"
 
     def signal(self, which: signal.Signals) -> None:
-        self.process.send_signal(which)
+        _signal(self.process.pid, which)
 
     def kill(self) -> None:
         self.process.kill()
         self.process.communicate()
+
+
+def _signal(pid: int, which: signal.Signals) -> None:
+    """Send a signal; when it stops a process, return once all its threads stand still."""
+    os.kill(pid, which)
+    while which == signal.SIGSTOP and any(
+        task.joinpath("stat").read_text().rpartition(")")[2].split()[0] != "T"
+        for task in Path(f"/proc/{pid}/task").iterdir()
+    ):
+        time.sleep(0.01)

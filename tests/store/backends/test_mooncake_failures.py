@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -151,24 +152,26 @@ def test_a_master_killed_in_mid_transfer_is_an_outage_until_it_is_back(
 
 
 def test_a_master_that_hangs_is_an_outage_and_nothing_is_lost(tmp_path: Path) -> None:
-    master = Master(tmp_path, client_ttl=60).start()  # or it would forget those it did not hear
-    store, arena = MooncakeStore(master.config(lend=16 * MIB)), Arena(MIB)
-    store.register(arena.memory)
-    name, view = key(), arena.write(0, noise(100 * KIB, 1))
-    assert store.put([(name, view)]) == [True]
-    master.signal(signal.SIGSTOP)
-    for call in (
-        lambda: store.put([(key(), view)]),
-        lambda: store.get([(name, view)]),
-        lambda: store.exists([name]),
-    ):
-        found = outcome(call)
-        assert isinstance(found, str), found
-    master.signal(signal.SIGCONT)
-    eventually(lambda: store.exists([name]) == [True])
-    assert store.get([(name, view)]) == [True]
-    store.close()
-    master.kill()
+    with ExitStack() as over:
+        # A long time to live, or it would forget those it did not hear.
+        master = Master(tmp_path, client_ttl=60).start()
+        over.callback(master.kill)
+        store = over.enter_context(closing(MooncakeStore(master.config(lend=16 * MIB))))
+        arena = Arena(MIB)
+        store.register(arena.memory)
+        name, view = key(), arena.write(0, noise(100 * KIB, 1))
+        assert store.put([(name, view)]) == [True]
+        master.signal(signal.SIGSTOP)
+        for call in (
+            lambda: store.put([(key(), view)]),
+            lambda: store.get([(name, view)]),
+            lambda: store.exists([name]),
+        ):
+            found = outcome(call)
+            assert isinstance(found, str), found
+        master.signal(signal.SIGCONT)
+        eventually(lambda: store.exists([name]) == [True])
+        assert store.get([(name, view)]) == [True]
 
 
 @pytest.mark.parametrize("verb", ["put", "get"])
