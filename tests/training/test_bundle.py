@@ -9,12 +9,14 @@ import pytest
 import torch
 import transformers
 from safetensors import safe_open
+from safetensors.torch import save_file
 from transformers.models.glm5_next import modeling_glm5_next
 from transformers.models.qwen3_5 import modeling_qwen3_5
 
 from millpond.tasks import Dialogue, make
 from training import checkpoint
 from training.batch import Batch
+from training.blend import blend
 from training.data import pack
 from training.family import FAMILIES, GLM, QWEN, Family
 from training.glm import DraftLayer
@@ -236,3 +238,18 @@ def test_packed_documents_do_not_see_each_other(family: Family) -> None:
             torch.testing.assert_close(
                 together[offset : offset + length], alone[:length], atol=1e-3, rtol=0
             )
+
+
+def test_a_blend_lies_between_two_runs(tmp_path: Path) -> None:
+    torch.manual_seed(0)
+    models = [QWEN.model(QWEN.shape), QWEN.model(QWEN.shape)]
+    for name, model in zip("ab", models, strict=True):
+        (tmp_path / name).mkdir()
+        save_file(model.state_dict(), str(tmp_path / name / "weights.safetensors"))
+    blend(QWEN, tmp_path / "b", tmp_path / "a", 0.25, tmp_path / "out")
+    found = QWEN.model(QWEN.shape)
+    checkpoint.load_published(QWEN, found, tmp_path / "out" / "model.safetensors")
+    first, second = (dict(m.state_dict()) for m in models)
+    for name, value in found.state_dict().items():
+        want = first[name] + 0.25 * (second[name] - first[name])
+        torch.testing.assert_close(value, want, atol=2e-2, rtol=1e-2, msg=name)
