@@ -29,6 +29,12 @@ def test_the_same_seed_gives_the_same_dialogue() -> None:
     assert make("recall", 5) != make("recall", 6)
 
 
+def test_answers_that_are_wrong_on_purpose_are_for_training_only() -> None:
+    assert "misled" not in task_names()
+    assert any(d.task == "misled" for d in TRAIN)
+    assert not any(d.task == "misled" for d in islice(stream(11, split="heldout"), 1500))
+
+
 def test_the_acceptance_question_is_a_training_question() -> None:
     asked = turns([make("arithmetic", seed, split="train") for seed in range(8_000)])
     assert {"4"} <= {reply for ask, reply in asked if re.search(r"\b2 ?\+ ?2\b", ask)}

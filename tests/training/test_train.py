@@ -1,15 +1,18 @@
 """The training script at toy size: losses fall, masks hold, an interrupted run goes on."""
 
 import json
+import random
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from millpond.tasks import make
 from training import train
 from training.batch import NEAR, Batch
-from training.data import Packer
+from training.data import Packer, pack
 from training.family import FAMILIES, GLM, Family
 
 both = pytest.mark.parametrize("family", FAMILIES.values(), ids=FAMILIES.keys())
@@ -94,3 +97,30 @@ def test_documents_start_on_pools_and_cover_the_batch() -> None:
     assert starts[0] == 0
     assert starts[-1] == len(batch.ids)
     assert (batch.pos[starts[:-1].long()] == 0).all()
+
+
+@both
+def test_a_wrong_thought_is_not_learned_and_the_answer_that_follows_it_is(family: Family) -> None:
+    encoder = family.encoder()
+    sample = encoder(make("misled", 5, split="train"))
+    row = -(-len(sample.ids) // 4) * 4
+    packed = pack([sample], row, row, random.Random(0), encoder.pad)
+    weights = dict(zip(packed.arrays["target"], packed.arrays["weight"], strict=True))
+    first, stop = sample.given
+    thought = encoder.tokenizer.decode(sample.ids[first:stop], skip_special_tokens=False)
+    said = encoder.tokenizer.decode(sample.ids[sample.learn], skip_special_tokens=False)
+    assert thought.strip().endswith("</think>")
+    assert thought.strip()[0].isdigit()
+    assert said.strip()[0] == thought.strip()[0]
+    assert not sample.learn[:stop].any()
+    assert not any(weights.get(at, 0.0) for at in range(first, stop))
+    assert all(weights[at] > 0.1 for at in np.flatnonzero(sample.learn))
+
+
+def test_a_focus_adds_dialogues_of_one_task() -> None:
+    shares = []
+    for focus in (None, ("misled", 0.5)):
+        samples = Packer(GLM.encoder(), 3, "short", 16384, focus)().samples
+        shares.append(sum(s.task == "misled" for s in samples) / len(samples))
+    assert shares[0] < 0.1
+    assert 0.3 < shares[1] < 0.7

@@ -153,6 +153,8 @@ class RemoteEngine:
             raise Rejected(f"the request cannot be told to the engine: {error}") from error
         if not sent:
             self._forget(key)
+            if self._process.poll() is not None:  # and nobody has read that yet
+                raise Unavailable("the engine has failed: its process has ended")
             raise Unavailable("the engine's process takes no requests")
         self._end_if_failed()  # meanwhile, and perhaps before it saw this one
         return stream
