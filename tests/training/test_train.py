@@ -104,7 +104,7 @@ def test_a_wrong_thought_is_not_learned_and_the_answer_that_follows_it_is(family
     encoder = family.encoder()
     sample = encoder(make("misled", 5, split="train"))
     row = -(-len(sample.ids) // 4) * 4
-    packed = pack([sample], row, row, random.Random(0), encoder.pad)
+    packed = pack([sample], row, 4 * row, random.Random(0), encoder.pad)  # so that all are targets
     weights = dict(zip(packed.arrays["target"], packed.arrays["weight"], strict=True))
     first, stop = sample.given
     thought = encoder.tokenizer.decode(sample.ids[first:stop], skip_special_tokens=False)

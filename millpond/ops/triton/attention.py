@@ -75,30 +75,11 @@ def small(choice: AttentionChoice) -> AttentionChoice:
     return replace(choice, lines=16, chunk_warps=4, chunk_stages=1, single_stages=1)
 
 
-STORE_BLOCK = 1024
-
 GROUPED = 4
 """Positions of a group: the published indexer's pool. Any selection is right, this one is tight."""
 
 LISTED = 1024
 """Groups that a listing program looks at together."""
-
-
-def write_kv(
-    cache: torch.Tensor,
-    values: torch.Tensor,
-    token_page: torch.Tensor,
-    token_offset: torch.Tensor,
-) -> None:
-    """As the reference; values may be a view of wider tokens."""
-    count = values.shape[0]
-    heads, dim = (1, values.shape[1]) if cache.ndim == 3 else values.shape[1:]
-    if count:
-        _write_kv[(count, triton.cdiv(heads * dim, STORE_BLOCK))](
-            cache, values, token_page, token_offset, slot_stride(cache), token_stride(values),
-            HEADS=heads, D=dim, TILE=TILE, BLOCK=min(STORE_BLOCK, power_of_two(heads * dim)),
-            num_warps=4, **LAUNCH,
-        )  # fmt: skip
 
 
 def paged_gqa(
@@ -215,23 +196,6 @@ def _listed(mask: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torc
             TILE=TILE, SIZE=GROUPED, BLOCK=LISTED, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return groups, sizes
-
-
-@live
-def _write_kv(
-    cache, values, token_page, token_offset, page_stride, value_stride,
-    HEADS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """BLOCK elements of one token."""
-    token = tl.program_id(0).to(tl.int64)
-    page = tl.load(token_page + token).to(tl.int64)
-    offset = tl.load(token_offset + token).to(tl.int64)
-    if page >= 0:
-        at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-        value = tl.load(values + token * value_stride + at, mask=at < HEADS * D, other=0.0)
-        place = (at // D) * (TILE * D) + offset * D + at % D
-        value = rounded(value.to(tl.float32), cache.dtype.element_ty)
-        tl.store(cache + page * page_stride + place, value, mask=at < HEADS * D)
 
 
 @live

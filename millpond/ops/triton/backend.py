@@ -19,7 +19,8 @@ _OPS = {
     "chunks": ("delta_prefill",),
     "tokens": ("delta_decode", "delta_verify"),
     "slots": ("boundary_store", "hidden_before_verify", "boundary_verify"),
-    "attention": ("write_kv", "paged_gqa", "paged_mla"),
+    "writes": ("write_kv",),
+    "attention": ("paged_gqa", "paged_mla"),
     "indexer": ("pool_keys", "select"),
     "norms": (
         "rms_norm",

@@ -19,7 +19,7 @@ from triton.runtime.jit import JITFunction
 
 from bench.ops.compile import Compiled, NoDriver, usage
 from millpond.ops.batch import ForwardBatch
-from millpond.ops.triton import attention, elementwise, hyper, indexer, moe, norms, sampling
+from millpond.ops.triton import attention, elementwise, hyper, indexer, moe, norms, sampling, writes
 from tests.ops.test_sampling import Ask, rows_of
 from tests.ops.triton.layers import mixed_batch
 
@@ -77,8 +77,8 @@ def paged(s: Sizes, batch: ForwardBatch) -> None:
     t = len(batch.positions)
     keys, latents = zeros(4, s.kv_heads, 64, s.dim), zeros(4, 64, s.rank)
     where = batch.token_page, batch.token_offset
-    attention.write_kv(keys, view(t, s.kv_heads, s.dim), *where)
-    attention.write_kv(latents, view(t, s.rank), *where)
+    writes.write_kv(keys, view(t, s.kv_heads, s.dim), *where)
+    writes.write_kv(latents, view(t, s.rank), *where)
     attention.paged_gqa(view(t, s.heads, s.dim), keys, keys.clone(), batch=batch, scale=0.1)
     q, mask = view(t, s.latent_heads, s.rank), zeros(t, 64 * batch.page_table.shape[1]).bool()
     for selected in (None, mask):
@@ -133,7 +133,7 @@ EXPECTED = {
     "attention._chunk": 3,  # grouped queries, latents, selected latents
     "attention._singles": 3,
     "attention._join": 3,
-    "attention._write_kv": 2,
+    "writes._write_kv": 2,
     "elementwise._swiglu": 2,  # with and without a limit
     "indexer._scores": 2,  # prompt rows, single tokens
     "moe._choose": 2,

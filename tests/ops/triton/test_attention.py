@@ -15,6 +15,7 @@ from tests.ops.triton.layers import DTYPES, NAN, far, mixed_batch, poisoned, to
 from tests.ops.triton.side_by_side import equal_bytes
 
 kernels = pytest.importorskip("millpond.ops.triton.attention")
+writes = pytest.importorskip("millpond.ops.triton.writes")
 pytestmark = pytest.mark.usefixtures(poisoned.__name__)
 
 PAGES = 16
@@ -175,7 +176,7 @@ def test_values_go_to_their_page_and_offset_and_those_of_no_page_nowhere(
         expected, found = (strided_bank(4, shape, dtype).fill_(NAN) for _ in "ab")
         reference.write_kv(expected, values, pages, offsets)
         there = found.to(device)
-        kernels.write_kv(there, values.to(device), pages.to(device), offsets.to(device))
+        writes.write_kv(there, values.to(device), pages.to(device), offsets.to(device))
         assert equal_bytes(there.cpu(), expected)
 
 
@@ -188,7 +189,7 @@ def test_pages_may_begin_beyond_two_to_the_31_elements(device: torch.device) -> 
     new = random(3, 1, 16, dtype=dtype, made=8)
     reference.write_kv(keys, new, batch.token_page, batch.token_offset)
     moved = to(batch, device)
-    kernels.write_kv(away, new.to(device), moved.token_page, moved.token_offset)
+    writes.write_kv(away, new.to(device), moved.token_page, moved.token_offset)
     assert equal_bytes(away.cpu(), keys)
     expected = reference.paged_gqa(q, keys, keys, batch=batch, scale=SCALE)
     found = kernels.paged_gqa(q.to(device), away, away, batch=moved, scale=SCALE)

@@ -19,7 +19,8 @@ from tests.ops.triton.layers import NAN, to
 from tests.ops.triton.test_graphs import replayable
 
 kernels = [
-    pytest.importorskip(f"millpond.ops.triton.{name}") for name in ("attention", "indexer", "moe")
+    pytest.importorskip(f"millpond.ops.triton.{name}")
+    for name in ("writes", "attention", "indexer", "moe")
 ]
 
 ROWS, PAGES, POOL, TOP_K, DIM, RANK, HEADS = 3, 12, 4, 16, 8, 16, 3
@@ -60,8 +61,8 @@ class Layer:
         self.head_weights = random(ROWS, 2)
 
     def __call__(self, ops: list[object], batch: ForwardBatch) -> torch.Tensor:
-        attend, index, mix = ops
-        attend.write_kv(self.latents, self.x, batch.token_page, batch.token_offset)
+        write, attend, index, mix = ops
+        write.write_kv(self.latents, self.x, batch.token_page, batch.token_offset)
         index.pool_keys(
             self.key, self.key_gate, self.bias,
             pooled_pages=self.pooled, tails=self.tails, batch=batch,
@@ -95,7 +96,7 @@ def test_a_replayed_step_follows_the_pages_at_its_addresses(device: torch.device
             value[now.seats < 0] = 0.0 if name == "q" else NAN
             getattr(here, name).copy_(value)
             getattr(there, name).copy_(value)
-        found, expected = call().cpu(), here([attention, indexer, moe], now)
+        found, expected = call().cpu(), here([attention, attention, indexer, moe], now)
         live = now.seats >= 0
         torch.testing.assert_close(found[live], expected[live], **within("experts", torch.float32))
         for name in memory:
