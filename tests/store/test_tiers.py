@@ -203,7 +203,7 @@ def test_a_record_lost_or_damaged_between_lookup_and_get_is_never_used(kind, har
     assert tower.engine.stats().store.waits == {"failed": 1}
     tower.settle()
     tower.engine.close()
-    assert ask(StoredTower(shelf)).loaded_tokens == 256  # stored anew, and sound
+    assert ask(StoredTower(tower.shelf)).loaded_tokens == 256  # stored anew, and sound
     assert tower.engine._ledger.pool.num_free == tower.engine._ledger.pool.size
 
 
@@ -333,8 +333,8 @@ def test_an_abort_while_a_get_is_in_flight_detaches_the_request_only(moment, aga
     tower.assert_nothing_is_held()
 
 
-@pytest.mark.parametrize("moment", [Lookup, Get, Put])
-def test_an_epoch_that_changes_under_a_transfer_lets_nothing_of_before_be_found(moment):
+def begun(moment):
+    """An engine whose one request has one transfer of a kind under way, and its stream."""
     shelf = Shelf()
     if moment is not Put:
         fill(shelf)
@@ -348,6 +348,12 @@ def test_an_epoch_that_changes_under_a_transfer_lets_nothing_of_before_be_found(
     while moment is Put and not tower.under_way(Put):
         tower.step()
     assert tower.under_way(moment) == 1
+    return tower, stream
+
+
+@pytest.mark.parametrize("moment", [Lookup, Get, Put])
+def test_an_epoch_that_changes_under_a_transfer_lets_nothing_of_before_be_found(moment):
+    tower, stream = begun(moment)
     tower.engine.flush_cache()
     tower.settle()
     assert not list(tower.engine._ledger.index.checkpoints())
@@ -394,19 +400,7 @@ def test_other_weights_store_under_other_names_or_not_at_all():
 @pytest.mark.parametrize("drain", [True, False])
 @pytest.mark.parametrize("moment", [Lookup, Get, Put])
 def test_an_engine_that_closes_with_transfers_in_flight_gives_everything_back(moment, drain):
-    shelf = Shelf()
-    if moment is not Put:
-        fill(shelf)
-    tower = StoredTower(shelf, eager=False)
-    stream = tower.engine.submit(tower.request(TEXT[:300]))
-    tower.engine._read_inbox()
-    if moment is Get:
-        tower.ranks[0].do()
-        tower.engine._read_inbox()
-        tower.tiers.advance()
-    while moment is Put and not tower.under_way(Put):
-        tower.step()
-    assert tower.under_way(moment) == 1
+    tower, stream = begun(moment)
     tower.engine.close(drain=drain)
     reason = [delta.finish_reason for delta in stream][-1]
     assert reason == ("length" if drain else "abort")
@@ -415,7 +409,7 @@ def test_an_engine_that_closes_with_transfers_in_flight_gives_everything_back(mo
     assert ledger.pages.num_free == ledger.pages.size
     assert tower.stores[0].closed
     if drain or moment is Put:
-        assert ask(StoredTower(shelf)).loaded_tokens == 256
+        assert ask(StoredTower(tower.shelf)).loaded_tokens == 256
 
 
 @pytest.mark.parametrize("role", ["kv_producer", "kv_consumer"])
