@@ -177,9 +177,8 @@ def verify_rows(make: Maker, rows: int, most: int, pending: int, exports: int) -
         num_drafts=make.ints([most] * rows),
         parity=make.ints([r % 2 for r in range(rows)]),
         seats=make.ints(list(range(rows))),
-        export_row=make.ints(list(range(exports))),
-        export_end=make.ints([65] * exports),
-        export_slot=make.ints([rows + e for e in range(exports)]),
+        export_end=make.ints([65 if r < exports else -1 for r in range(rows)]),
+        export_slot=make.ints([rows + r if r < exports else -1 for r in range(rows)]),
     )
 
 

@@ -186,7 +186,7 @@ class Staging:
         self, seats: torch.Tensor, sent: Sequence[torch.Tensor]
     ) -> tuple[VerifyRows, _Places]:
         """Rows and tokens of live seats, from their counters."""
-        state_in, state_out, wanted, export_row, export_end, export_slot = sent
+        state_in, state_out, wanted, export_end, export_slot = sent
         c = self.counters.of(seats)
         verify = VerifyRows(
             width=self.num_drafts + 1,
@@ -197,7 +197,6 @@ class Staging:
             num_drafts=torch.minimum(wanted, c.num_drafts),
             parity=c.parity,
             seats=seats,
-            export_row=export_row,
             export_end=export_end,
             export_slot=export_slot,
         )
@@ -261,15 +260,13 @@ def _pack_slots(rows: Sequence[Row]) -> tuple[np.ndarray, ...]:
 def _pack_verify(rows: Sequence[VerifyRow]) -> tuple[np.ndarray, ...]:
     """What the host decides of verify rows: the arrays of a `VerifyRows` besides the counters'."""
     exports = [
-        (index, row.export.end, row.export.slot)
-        for index, row in enumerate(rows)
-        if row.export is not None
+        (NONE, NONE) if row.export is None else (row.export.end, row.export.slot) for row in rows
     ]
     return (
         np.array([row.state_in for row in rows], np.int64),
         np.array([row.state_out for row in rows], np.int64),
         np.array([row.num_drafts for row in rows], np.int64),
-        *np.array(exports, np.int64).reshape(-1, 3).T,
+        *np.array(exports, np.int64).reshape(-1, 2).T,
     )
 
 

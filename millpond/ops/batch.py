@@ -84,7 +84,9 @@ class VerifyRows:
     `base + pending`), `num_drafts` drafts, padding. Replayed tokens have no place among them.
 
     Counters are read on the device alone: shapes come from B and K. Negative slots and seats mean
-    none; a row of no seat has no token at all. `written` counts tokens from `base`.
+    none; a row of no seat has no token at all. A row has one conditional export or none: the state
+    as of `export_end`, if this step passes it. What is written is told as `[2 B]` entries, the
+    rows' own ends first, then their exports; `written` counts tokens from `base`.
     """
 
     width: int  # K + 1
@@ -95,9 +97,8 @@ class VerifyRows:
     num_drafts: torch.Tensor  # [B] int64, 0 .. K
     parity: torch.Tensor  # [B] int64, 0 or 1
     seats: torch.Tensor  # [B] int64
-    export_row: torch.Tensor  # [E] int64
-    export_end: torch.Tensor  # [E] int64, absolute; written when base < end <= base + pending + 1
-    export_slot: torch.Tensor  # [E] int64
+    export_end: torch.Tensor  # [B] int64, absolute; written if base < end <= base + pending + 1
+    export_slot: torch.Tensor  # [B] int64
     written: WriteLog = field(default_factory=WriteLog, compare=False)
 
     @property

@@ -205,8 +205,8 @@ def test_verify_rows_are_made_of_the_seats_counters_and_come_last() -> None:
     assert (rows.base.tolist(), rows.pending.tolist()) == ([61, 0, 130], [1, 0, 0])
     assert (rows.num_drafts.tolist(), rows.parity.tolist()) == ([2, 0, 1], [1, 0, 0])
     assert (rows.state_in.tolist(), rows.state_out.tolist()) == ([3, -1, 6], [5, -1, 6])
-    exports = (rows.export_row, rows.export_end, rows.export_slot)
-    assert [x.tolist() for x in exports] == [[0], [62], [9]]
+    exports = (rows.export_end, rows.export_slot)
+    assert [x.tolist() for x in exports] == [[62, -1, -1], [9, -1, -1]]
 
 
 def test_of_verify_rows_the_host_tells_bounds() -> None:

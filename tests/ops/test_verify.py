@@ -163,13 +163,13 @@ class Row:
 
 @dataclass(frozen=True)
 class Ask:
-    """One row of one step: how many drafts, how many are right, where it writes, exports by end."""
+    """One row of one step: how many drafts, how many are right, where it writes and exports."""
 
     row: Row | None  # None: a padding row
     num_drafts: int = 0
     right: int = 0
     out: int = -1
-    exports: tuple[tuple[int, int], ...] = ()
+    export: tuple[int, int] = (-1, -1)  # end, slot
 
 
 class Speculation:
@@ -182,7 +182,6 @@ class Speculation:
 
     def rows(self, asks: Sequence[Ask]) -> VerifyRows:
         live = [a.row or Row(None, -1, -1) for a in asks]  # type: ignore[arg-type]
-        exports = [(i, end, slot) for i, a in enumerate(asks) for end, slot in a.exports]
         return VerifyRows(
             width=self.most + 1,
             state_in=ints([r.slot for r in live]),
@@ -192,9 +191,8 @@ class Speculation:
             num_drafts=ints([a.num_drafts for a in asks]),
             parity=ints([r.parity for r in live]),
             seats=ints([r.seat for r in live]),
-            export_row=ints([e[0] for e in exports]),
-            export_end=ints([e[1] for e in exports]),
-            export_slot=ints([e[2] for e in exports]),
+            export_end=ints([a.export[0] for a in asks]),
+            export_slot=ints([a.export[1] for a in asks]),
         )
 
     def inputs(self, ask: Ask) -> Tokens:
@@ -239,9 +237,8 @@ class Speculation:
                 continue
             row, plain = ask.row, ask.row.plain
             first, used = row.base + row.pending, ask.num_drafts + 1
-            reached = [(e, s) for e, s in ask.exports if row.base < e <= first + 1]
-            for end, slot in [(first + 1, ask.out), *reached]:
-                if slot >= 0:
+            for end, slot in ((first + 1, ask.out), ask.export):
+                if slot >= 0 and row.base < end <= first + 1:
                     written.add((slot, end - row.base))
                     for name, bank in expected.items():
                         bank[slot] = plain.banks[name][end]
@@ -295,19 +292,17 @@ def test_any_acceptance_gives_the_bytes_of_plain_decode(
 def test_exports_are_written_where_the_row_passes_them_and_nowhere_else(kind: str) -> None:
     """Ends before the base, at it, at every replayed token, at the row's own end, and beyond."""
     most, layer = 5, Layer(kind, torch.bfloat16)
-    rows = rows_of(layer, most + 1, 40)
-    run = Speculation(layer, most, slots=100, seats=20)
-    run.step([Ask(row, most, accepted, 90 + row.seat // 2) for accepted, row in enumerate(rows)])
-    for step in range(3):
+    rows = rows_of(layer, most + 1, 60)
+    run = Speculation(layer, most, slots=20, seats=20)
+    run.step([Ask(row, most, accepted, 10 + row.seat // 2) for accepted, row in enumerate(rows)])
+    for step in range(most + 4):
         asks = []
         for i, row in enumerate(rows):
-            ends = range(row.base - 1, row.base + most + 3)
-            exports = [(end, 10 * i + n) for n, end in enumerate(ends)]
-            asks.append(Ask(row, most, (i + step) % (most + 1), row.slot, tuple(exports)))
-        asks[1] = replace(asks[1], exports=tuple((end, -1) for end, _ in asks[1].exports))
+            export = (row.base - 1 + step, -1 if i == step else i)
+            asks.append(Ask(row, most, (i + step) % (most + 1), row.slot, export))
         run.step(asks)
         for bank in run.banks.values():
-            bank[:90] = NAN
+            bank[:10] = NAN
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -354,12 +349,13 @@ def test_a_row_writes_its_slot_once_and_each_export_once(monkeypatch: pytest.Mon
 
     write = verify.write_slots
     monkeypatch.setattr(verify, "write_slots", count)
-    exports = ((2, 5), (4, 6), (5, 4), (6, 7))  # replayed drafts end at 4, the row at 5
-    made = run.step([Ask(rows[0], most, 2, 0, exports), Ask(rows[1], most, 0, 3), Ask(None)])
-    assert len(made.written.entries) == 3
+    exports = ((4, 5), (5, 4), (6, 7))  # replayed drafts end at 4, the rows at 5
+    asks = [Ask(row, most, 2, row.slot, e) for row, e in zip(rows, exports, strict=True)]
+    made = run.step([*asks, Ask(None)])
+    assert [len(slots) for slots, _ in made.written.entries] == [8] * 3
     assert set(counts.values()) == {1}
     slots = Counter(slot for _, slot in counts)
-    assert slots == dict.fromkeys((0, 3, 4, 5, 6), 3)  # state, window, boundary vector
+    assert slots == dict.fromkeys((0, 1, 2, 4, 5), 3)  # state, window, boundary vector
 
 
 def test_a_ring_reads_zero_beyond_what_is_pending_and_without_a_seat() -> None:
@@ -396,7 +392,7 @@ class OnDevice(torch.Tensor):
 def test_no_counter_is_read_by_the_host() -> None:
     layer, most = Layer("gdn", torch.float32), 3
     run = Speculation(layer, most, slots=8, seats=8)
-    asks = [Ask(row, most, i, i, ((1, 5),)) for i, row in enumerate(rows_of(layer, 2, 8))]
+    asks = [Ask(row, most, i, i, (1, 5 + i)) for i, row in enumerate(rows_of(layer, 2, 8))]
     plain = run.rows(asks)
     counters = ("base", "pending", "num_drafts", "parity")
     rows = replace(plain, **{n: getattr(plain, n).as_subclass(OnDevice) for n in counters})
@@ -417,7 +413,7 @@ def test_a_row_gives_the_same_bytes_alone_and_in_any_batch(kind: str) -> None:
     rows = rows_of(layer, 9, 16)
     run = Speculation(layer, most, slots=30, seats=20)
     run.step([Ask(row, most, i % 4, i) for i, row in enumerate(rows)])
-    asks = [Ask(row, i % 4, 0, 10 + i, ((row.base + 2, 20 + i),)) for i, row in enumerate(rows)]
+    asks = [Ask(row, i % 4, 0, 10 + i, (row.base + 2, 20 + i)) for i, row in enumerate(rows)]
     inputs = [run.inputs(a) for a in asks]
 
     def result(order: Sequence[int]) -> dict[int, list[torch.Tensor]]:
@@ -466,9 +462,8 @@ def with_verify(
         num_drafts=ints([n for _, n in rows]),
         parity=ints([0] * len(rows)),
         seats=ints(seats[others:]),
-        export_row=ints([]),
-        export_end=ints([]),
-        export_slot=ints([]),
+        export_end=ints([-1] * len(rows)),
+        export_slot=ints([-1] * len(rows)),
     )
     filled = torch.cat(
         (

@@ -68,7 +68,6 @@ def drafted(
 ) -> Drafted:
     """Verify rows, each (seat, its first token and drafts); the first tokens stand at 3."""
     count = torch.tensor([len(tokens) - 1 for _, tokens in rows])
-    none = torch.zeros(0, dtype=torch.int64)
     same = torch.zeros_like(count)
     verify = VerifyRows(
         width=width,
@@ -79,9 +78,8 @@ def drafted(
         num_drafts=count if most is None else count.clamp(max=most),
         parity=same,
         seats=torch.tensor([seat for seat, _ in rows]),
-        export_row=none,
-        export_end=none,
-        export_slot=none,
+        export_end=same - 1,
+        export_slot=same - 1,
     )
     padded = [(*tokens, *(0,) * (width - len(tokens))) for _, tokens in rows]
     places = torch.arange(width).expand(len(rows), -1)

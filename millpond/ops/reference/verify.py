@@ -102,11 +102,11 @@ def delta_verify(
     for step in range(most):
         live = step < rows.pending
         state = torch.where(live[:, None, None, None], tokens.at(start + step).fold(state), state)
-        _export(bank, state, slot[count:], (exports == step + 1) & live[rows.export_row], rows)
+        write_slots(bank, torch.where((exports == step + 1) & live, slot[count:], -1), state)
     first = tokens.at(start + most)
     state = first.fold(state)
     write_slots(bank, rows.state_out, state)
-    _export(bank, state, slot[count:], exports == rows.pending[rows.export_row] + 1, rows)
+    write_slots(bank, torch.where(exports == rows.pending + 1, slot[count:], -1), state)
 
     outputs = [first.read(state)]
     for step in range(most + 1, most + rows.width):
@@ -151,16 +151,16 @@ def boundary_verify(
 
 
 def verify_targets(rows: VerifyRows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """All writes these rows ask for: row [B + E], tokens folded [B + E], slot [B + E].
+    """All writes these rows ask for: row [2 B], tokens folded [2 B], slot [2 B].
 
-    The rows' own ends come first, then the exports; one that its row does not reach, or has passed
-    before, has no slot.
+    The rows' own ends come first, then their exports; one that its row does not reach, or has
+    passed before, has no slot.
     """
     own = rows.pending + 1
-    offset = rows.export_end - rows.base[rows.export_row]
-    reached = (offset >= 1) & (offset <= own[rows.export_row])
+    offset = rows.export_end - rows.base
+    reached = (offset >= 1) & (offset <= own)
     return (
-        torch.cat((torch.arange(rows.num_rows, device=own.device), rows.export_row)),
+        torch.arange(rows.num_rows, device=own.device).repeat(2),
         torch.cat((own, torch.where(reached, offset, 0))),
         torch.cat((rows.state_out, torch.where(reached, rows.export_slot, -1))),
     )
@@ -178,18 +178,6 @@ def write_ring(ring: torch.Tensor, values: torch.Tensor, rows: VerifyRows) -> No
     """Leave the values of the K places after `first`, [B, K, ...], in each row's other bank."""
     some = rows.seats >= 0
     ring[rows.seats[some], 1 - rows.parity[some]] = values[some].to(ring.dtype)
-
-
-def _export(
-    bank: torch.Tensor,
-    state: torch.Tensor,
-    slots: torch.Tensor,
-    due: torch.Tensor,
-    rows: VerifyRows,
-) -> None:
-    """Write the states [B, ...] of the exports that are due now: slots, due [E]."""
-    if slots.shape[0]:
-        write_slots(bank, torch.where(due, slots, -1), state[rows.export_row])
 
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

@@ -86,15 +86,15 @@ def conv_verify(
     """As the reference, in one launch; only places that hold a token are written."""
     choice = conv_choice(x.device)
     channels, width = weight.shape
-    count, exports, most = rows.num_rows, rows.export_slot.shape[0], rows.width - 1
+    count, most = rows.num_rows, rows.width - 1
     y = torch.empty((x.shape[0], channels), dtype=x.dtype, device=x.device)
     old_y = torch.empty((count, most, channels), dtype=x.dtype, device=x.device)
-    report = no_report(count, exports, x.device)
+    report = no_report(count, count, x.device)
     if count:
         _verify[(count, triton.cdiv(channels, choice.channels))](
             x, y, old_y, weight, bank, ring, rows.state_in, rows.state_out, rows.base,
             rows.pending, rows.num_drafts, rows.parity, rows.seats,
-            rows.export_row, rows.export_end, rows.export_slot, report, count, exports,
+            rows.export_end, rows.export_slot, report, count,
             token_stride(x), slot_stride(bank), slot_stride(ring),
             C=channels, W=width, MOST=most, PLACES=power_of_two(width - 1), BC=choice.channels,
             num_warps=choice.warps, **LAUNCH,
@@ -318,8 +318,7 @@ def _series(
 @kernel
 def _verify(
     x, y, old_y, weight, bank, ring, state_in, state_out, base, pending, num_drafts, parity, seats,
-    export_row, export_end, export_slot, report, num_rows, num_exports,
-    x_stride, bank_stride, ring_stride,
+    export_end, export_slot, report, num_rows, x_stride, bank_stride, ring_stride,
     C: tl.constexpr, W: tl.constexpr, MOST: tl.constexpr, PLACES: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """One verify row by BC channels: pending drafts, own tokens, the other ring bank, windows."""
@@ -358,20 +357,19 @@ def _verify(
         c = c[:, None]
         step = tl.arange(0, PLACES)[None, :]
         here = (c < C) & (step < W - 1)
-        for e in range(num_exports):
-            folded = tl.load(export_end + e).to(tl.int64) - start
-            if (tl.load(export_row + e) == row) & (folded >= 1) & (folded <= replayed + 1):
-                to = tl.load(export_slot + e).to(tl.int64)
-                window = _series(
-                    tokens, held, bank, slot, folded - (W - 1) + step, replayed, c, here,
-                    x_stride, bank_stride, C, W - 1,
-                )  # fmt: skip
-                _store_window(bank, to, window, c, step, here, bank_stride, C, W - 1)
-                tell(report, num_rows + e, num_rows + num_exports, to, folded, first)
+        to = tl.load(export_slot + row).to(tl.int64)
+        folded = tl.load(export_end + row).to(tl.int64) - start
+        if (to >= 0) & (folded >= 1) & (folded <= replayed + 1):
+            window = _series(
+                tokens, held, bank, slot, folded - (W - 1) + step, replayed, c, here,
+                x_stride, bank_stride, C, W - 1,
+            )  # fmt: skip
+            _store_window(bank, to, window, c, step, here, bank_stride, C, W - 1)
+            tell(report, num_rows + row, 2 * num_rows, to, folded, first)
         to = tl.load(state_out + row).to(tl.int64)
         window = _series(
             tokens, held, bank, slot, replayed + 1 - (W - 1) + step, replayed, c, here,
             x_stride, bank_stride, C, W - 1,
         )  # fmt: skip
         _store_window(bank, to, window, c, step, here, bank_stride, C, W - 1)
-        tell(report, row, num_rows + num_exports, to, replayed + 1, first)
+        tell(report, row, 2 * num_rows, to, replayed + 1, first)

@@ -56,12 +56,12 @@ def boundary_verify(
     x: torch.Tensor, *, bank: torch.Tensor, ring: torch.Tensor, rows: VerifyRows
 ) -> None:
     """As the reference; of the drafts' vectors only those that there are go to the ring."""
-    count, exports, size = rows.num_rows, rows.export_slot.shape[0], bank.shape[1]
-    report = no_report(count, exports, x.device)
+    count, size = rows.num_rows, bank.shape[1]
+    report = no_report(count, count, x.device)
     if count:
-        _verify[(count + exports, triton.cdiv(size, BLOCK))](
+        _verify[(2 * count, triton.cdiv(size, BLOCK))](
             x, bank, ring, rows.state_out, rows.base, rows.pending, rows.num_drafts, rows.parity,
-            rows.seats, rows.export_row, rows.export_end, rows.export_slot, report, count, exports,
+            rows.seats, rows.export_end, rows.export_slot, report, count,
             token_stride(x), slot_stride(bank), slot_stride(ring),
             MOST=rows.width - 1, SIZE=size, BLOCK=BLOCK, **LAUNCH,
         )  # fmt: skip
@@ -132,8 +132,7 @@ def _before(
 @kernel
 def _verify(
     x, bank, ring, state_out, base, pending, num_drafts, parity, seats,
-    export_row, export_end, export_slot, report, num_rows, num_exports,
-    x_stride, bank_stride, ring_stride,
+    export_end, export_slot, report, num_rows, x_stride, bank_stride, ring_stride,
     MOST: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """The vector of one row's end or export; a row's program also leaves its drafts' vectors.
@@ -142,30 +141,27 @@ def _verify(
     """
     target = tl.program_id(0)
     i = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    e = tl.maximum(target - num_rows, 0)
-    row = target.to(tl.int64)
-    if target >= num_rows:
-        row = tl.load(export_row + e).to(tl.int64)
-    if (row >= 0) & (row < num_rows):
-        seat = tl.load(seats + row).to(tl.int64)
-        if seat >= 0:
-            replayed = tl.load(pending + row).to(tl.int64)
-            held = tl.load(parity + row).to(tl.int64) * MOST
-            slot = tl.load(state_out + row).to(tl.int64)
-            folded = replayed + 1
-            if target >= num_rows:
-                slot = tl.load(export_slot + e).to(tl.int64)
-                folded = tl.load(export_end + e).to(tl.int64) - tl.load(base + row).to(tl.int64)
-            of_seat = ring + seat * ring_stride
-            own = x + row * (MOST + 1) * x_stride
-            if (slot >= 0) & (folded >= 1) & (folded <= replayed + 1):
-                if folded <= replayed:
-                    _copy(of_seat + (held + folded - 1) * SIZE, bank + slot * bank_stride, i, SIZE)
-                else:
-                    _copy(own, bank + slot * bank_stride, i, SIZE)
-                first = tl.program_id(1) == 0
-                tell(report, target, num_rows + num_exports, slot, folded, first)
-            if target < num_rows:
-                for draft in range(tl.load(num_drafts + row).to(tl.int32)):
-                    left = of_seat + (MOST - held + draft) * SIZE
-                    _copy(own + (draft + 1) * x_stride, left, i, SIZE)
+    is_export = target >= num_rows
+    row = tl.where(is_export, target - num_rows, target).to(tl.int64)
+    seat = tl.load(seats + row).to(tl.int64)
+    if seat >= 0:
+        replayed = tl.load(pending + row).to(tl.int64)
+        held = tl.load(parity + row).to(tl.int64) * MOST
+        slot = tl.load(state_out + row).to(tl.int64)
+        folded = replayed + 1
+        if is_export:
+            slot = tl.load(export_slot + row).to(tl.int64)
+            folded = tl.load(export_end + row).to(tl.int64) - tl.load(base + row).to(tl.int64)
+        of_seat = ring + seat * ring_stride
+        own = x + row * (MOST + 1) * x_stride
+        if (slot >= 0) & (folded >= 1) & (folded <= replayed + 1):
+            if folded <= replayed:
+                _copy(of_seat + (held + folded - 1) * SIZE, bank + slot * bank_stride, i, SIZE)
+            else:
+                _copy(own, bank + slot * bank_stride, i, SIZE)
+            first = tl.program_id(1) == 0
+            tell(report, target, 2 * num_rows, slot, folded, first)
+        if target < num_rows:
+            for draft in range(tl.load(num_drafts + row).to(tl.int32)):
+                left = of_seat + (MOST - held + draft) * SIZE
+                _copy(own + (draft + 1) * x_stride, left, i, SIZE)

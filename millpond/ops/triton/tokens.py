@@ -79,17 +79,17 @@ def delta_verify(
 ) -> torch.Tensor:
     """As the reference, in one launch; how many tokens are folded is read on the device."""
     choice = token_choice(v.device)
-    count, exports, most = rows.num_rows, rows.export_slot.shape[0], rows.width - 1
+    count, most = rows.num_rows, rows.width - 1
     _, old_k, old_v = (x.flatten(0, 1) for x in pending)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    report = no_report(count, exports, v.device)
+    report = no_report(count, count, v.device)
     shape = head_shape(k, v, decay, gate, choice)
     if count:
         _verify[(triton.cdiv(shape["V"], shape["BV"]), shape["H"], count)](
             q, k, v, decay, beta, o, old_k, old_v, gate.a_log, gate.dt_bias, bank,
             ring_decay, ring_beta, rows.state_in, rows.state_out, rows.base,
             rows.pending, rows.num_drafts, rows.parity, rows.seats,
-            rows.export_row, rows.export_end, rows.export_slot, report, count, exports,
+            rows.export_end, rows.export_slot, report, count,
             gate.lower_bound or 0.0,
             token_stride(q), token_stride(k), token_stride(v), token_stride(decay),
             token_stride(beta), token_stride(old_k), token_stride(old_v),
@@ -231,19 +231,6 @@ def _decode(
 
 
 @triton.jit
-def _export_passed(
-    bank, s, export_row, export_end, export_slot, report, num_rows, num_exports, row, end, folded,
-    first, head, keys, values, bank_stride, K: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """Write the exports of this row that end at `end`, which is `folded` tokens after its base."""
-    for e in range(num_exports):
-        if (tl.load(export_row + e) == row) & (tl.load(export_end + e) == end):
-            to = tl.load(export_slot + e).to(tl.int64)
-            store_state(bank, to, s, head, keys, values, bank_stride, K, V)
-            tell(report, num_rows + e, num_rows + num_exports, to, folded, first)
-
-
-@triton.jit
 def _leave(ring, at, raw, SIZE: tl.constexpr, PLACES: tl.constexpr):
     """Copy `SIZE` raw values of a token into a ring."""
     i = tl.arange(0, PLACES)
@@ -255,7 +242,7 @@ def _leave(ring, at, raw, SIZE: tl.constexpr, PLACES: tl.constexpr):
 def _verify(
     q, k, v, decay, beta, o, old_k, old_v, a_log, dt_bias, bank, ring_decay, ring_beta,
     state_in, state_out, base, pending, num_drafts, parity, seats,
-    export_row, export_end, export_slot, report, num_rows, num_exports, bound,
+    export_end, export_slot, report, num_rows, bound,
     q_stride, k_stride, v_stride, decay_stride, beta_stride, old_k_stride, old_v_stride,
     bank_stride, ring_decay_stride, ring_beta_stride,
     MOST: tl.constexpr,
@@ -276,7 +263,8 @@ def _verify(
         rate, bias = load_gate(a_log, dt_bias, head, keys, K, BY_CHANNEL)
         replayed = tl.load(pending + row).to(tl.int32)
         drafts = tl.load(num_drafts + row).to(tl.int32)
-        start = tl.load(base + row).to(tl.int64)
+        export = tl.load(export_slot + row).to(tl.int64)
+        passed = tl.load(export_end + row).to(tl.int64) - tl.load(base + row).to(tl.int64)
         held = tl.load(parity + row).to(tl.int64) * MOST
         left = MOST - held
         key_head = head // (H // HK)
@@ -294,10 +282,8 @@ def _verify(
                 ring_d + (held + step) * per_token, ring_b + (held + step) * H,
                 rate, bias, bound, keys, values, K, V, BY_CHANNEL, BOUNDED, EPS,
             )  # fmt: skip
-            _export_passed(
-                bank, s, export_row, export_end, export_slot, report, num_rows, num_exports,
-                row, start + step + 1, step + 1, first, head, keys, values, bank_stride, K, V,
-            )  # fmt: skip
+            if step + 1 == passed:
+                store_state(bank, export, s, head, keys, values, bank_stride, K, V)
         s = fold_token(
             s, k + begin * k_stride + key_head * K, v + begin * v_stride + head * V,
             decay + begin * decay_stride + of_decay, beta + begin * beta_stride + head,
@@ -305,11 +291,11 @@ def _verify(
         )  # fmt: skip
         to = tl.load(state_out + row).to(tl.int64)
         store_state(bank, to, s, head, keys, values, bank_stride, K, V)
-        tell(report, row, num_rows + num_exports, to, replayed + 1, first)
-        _export_passed(
-            bank, s, export_row, export_end, export_slot, report, num_rows, num_exports,
-            row, start + replayed + 1, replayed + 1, first, head, keys, values, bank_stride, K, V,
-        )  # fmt: skip
+        tell(report, row, 2 * num_rows, to, replayed + 1, first)
+        if passed == replayed + 1:
+            store_state(bank, export, s, head, keys, values, bank_stride, K, V)
+        reached = (passed >= 1) & (passed <= replayed + 1)
+        tell(report, num_rows + row, 2 * num_rows, export, passed, first & reached)
         read = read_state(s, q + begin * q_stride + key_head * K, keys, K, EPS)
         tl.store(
             o + (begin * H + head) * V + values, rounded(read, o.dtype.element_ty),

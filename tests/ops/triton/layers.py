@@ -75,7 +75,7 @@ def mixed_batch(
     rows = VerifyRows(
         width=width, state_in=none, state_out=none, base=ints([s for s, _ in verify]),
         pending=torch.zeros_like(none), num_drafts=drafts, parity=torch.zeros_like(none),
-        seats=seat, export_row=ints([]), export_end=ints([]), export_slot=ints([]),
+        seats=seat, export_end=none, export_slot=none,
     )  # fmt: skip
     place = torch.arange(width)
     position = (rows.base[:, None] + torch.minimum(place, drafts[:, None])).flatten()

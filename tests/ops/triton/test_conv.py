@@ -7,11 +7,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from millpond.ops.batch import VerifyRows, WriteLog
+from millpond.ops.batch import WriteLog
 from millpond.ops.reference import conv as reference
 from millpond.ops.reference.verify import conv_verify
-from tests.ops.batches import ints, make_rows, strided_bank
+from tests.ops.batches import make_rows, strided_bank
 from tests.ops.triton.side_by_side import NAN, bank_copy, equal_bytes, run
+from tests.ops.triton.test_tokens import verify_case
 from tests.ops.triton.tolerances import within
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -55,33 +56,12 @@ def test_rows_of_any_length_give_the_outputs_windows_and_report_of_the_reference
     assert other.written.agreed() == rows.written.agreed()
 
 
-def verify_rows(most: int, exports: list[tuple[int, int, int]]) -> VerifyRows:
-    """Every number of pending drafts up to `most`, fewer drafts, and two rows of no seat."""
-    count = most + 3
-    seats = [*range(count - 2), -1, -1]
-    return VerifyRows(
-        width=most + 1,
-        state_in=ints([2, -1, 2, *range(3, count - 2), -1, -1][:count]),
-        state_out=ints([10 + i if s >= 0 else -1 for i, s in enumerate(seats)]),
-        base=ints([7 * i for i in range(count)]),
-        pending=ints([min(i, most) for i in range(count)]),
-        num_drafts=ints([max(most - i, 0) for i in range(count)]),
-        parity=ints([i % 2 for i in range(count)]),
-        seats=ints(seats),
-        export_row=ints([e[0] for e in exports]),
-        export_end=ints([e[1] for e in exports]),
-        export_slot=ints([e[2] for e in exports]),
-    )
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("most", [0, 1, 3])
 def test_verify_rows_fold_what_is_pending_and_leave_their_drafts(
     most: int, dtype: torch.dtype, device: torch.device
 ) -> None:
-    exports = [(0, 1, 20), (0, 2, 21), (most, 7 * most, 22), (most, 8 * most + 1, 24), (0, 1, -1)]
-    exports += [(most, 8 * most, 23)] * bool(most)
-    rows = verify_rows(most, exports)
+    rows = verify_case(most)
     x, weight = inputs(rows.num_tokens, dtype)
     x[~rows.filled.flatten()] = NAN
     bank = strided_bank(25, (CHANNELS, WIDTH - 1), dtype)

@@ -35,7 +35,7 @@ def rows_of(name: str, source: int, target: int, export: int) -> RowSlots | Veri
     return VerifyRows(
         width=MOST + 1, state_in=ints([source]), state_out=ints([target]),
         **{field: ints([value]) for field, value in one.items()},
-        export_row=ints([0]), export_end=ints([7]), export_slot=ints([export]),
+        export_end=ints([7]), export_slot=ints([export]),
     )  # fmt: skip
 
 

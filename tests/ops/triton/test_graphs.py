@@ -35,9 +35,8 @@ def step(number: int) -> VerifyRows:
         num_drafts=ints([(2 * number + i) % (MOST + 1) for i in range(ROWS)]),
         parity=ints([(number + i) % 2 for i in range(ROWS)]),
         seats=ints([*[(i + number) % ROWS for i in range(live)], *none]),
-        export_row=ints([0]),
-        export_end=ints([-1]),
-        export_slot=ints([-1]),
+        export_end=ints([-1] * ROWS),
+        export_slot=ints([-1] * ROWS),
     )
 
 

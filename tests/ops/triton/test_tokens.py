@@ -98,9 +98,14 @@ def test_decode_rows_give_the_outputs_states_exports_and_report_of_the_reference
     assert len(other.written.agreed()) == 6 + 5
 
 
-def verify_case(most: int, exports: list[tuple[int, int, int]]) -> VerifyRows:
+EXPORTS = {0: [1], 1: [0, 2], 3: [2, 1, 2, 4]}
+"""By K: tokens folded at each row's export. Its base, replayed drafts, its own end, and beyond."""
+
+
+def verify_case(most: int) -> VerifyRows:
     """Every number of pending drafts up to `most`, fewer new ones; the last two have no seat."""
     live = most + 1
+    exports = EXPORTS[most]
     return VerifyRows(
         width=most + 1,
         state_in=ints([*[2, -1, 2, 3, 4][:live], -1, -1]),
@@ -110,9 +115,8 @@ def verify_case(most: int, exports: list[tuple[int, int, int]]) -> VerifyRows:
         num_drafts=ints([max(most - i, 0) for i in range(live + 2)]),
         parity=ints([i % 2 for i in range(live + 2)]),
         seats=ints([*reversed(range(live)), -1, -1]),
-        export_row=ints([e[0] for e in exports]),
-        export_end=ints([e[1] for e in exports]),
-        export_slot=ints([e[2] for e in exports]),
+        export_end=ints([*(7 * i + n for i, n in enumerate(exports)), -1, -1]),
+        export_slot=ints([*range(19, 19 + live), -1, -1]),
     )
 
 
@@ -122,9 +126,7 @@ def verify_case(most: int, exports: list[tuple[int, int, int]]) -> VerifyRows:
 def test_verify_rows_fold_what_is_pending_once_and_run_their_drafts_for_outputs(
     most: int, kind: str, dtype: torch.dtype, device: torch.device
 ) -> None:
-    exports = [(0, 0, 19), (0, 1, 20), (0, 2, 21), (most, 8 * most + 1, 22), (0, 1, -1)]
-    exports += [(most, 8 * most, 23), (most, 7 * most, 24)] * bool(most)
-    rows = verify_case(most, exports)
+    rows = verify_case(most)
     layer = Layer(kind, rows.num_tokens, dtype)
     for x in layer.inputs:
         x[~rows.filled.flatten()] = NAN
@@ -165,10 +167,11 @@ def test_verify_rows_fold_what_is_pending_once_and_run_their_drafts_for_outputs(
             assert equal_bytes(a[at], b[at])
 
 
+@pytest.mark.parametrize("export", [1, 2, 3])
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_speculation_gives_the_bytes_of_plain_decode(
-    kind: str, dtype: torch.dtype, device: torch.device
+    kind: str, dtype: torch.dtype, export: int, device: torch.device
 ) -> None:
     """Two drafts pending, the certain token, two drafts: as five tokens one by one."""
     most, layer = 2, Layer(kind, 5, dtype)
@@ -188,7 +191,7 @@ def test_speculation_gives_the_bytes_of_plain_decode(
     rows = VerifyRows(
         width=most + 1, state_in=ints([0]), state_out=ints([0]), base=ints([0]), pending=ints([2]),
         num_drafts=ints([2]), parity=ints([0]), seats=ints([0]),
-        export_row=ints([0, 0]), export_end=ints([1, 2]), export_slot=ints([1, 2]),
+        export_end=ints([export]), export_slot=ints([1]),
     )  # fmt: skip
     o = run(
         "delta_verify", device, *(x[2:] for x in layer.inputs),
@@ -196,8 +199,8 @@ def test_speculation_gives_the_bytes_of_plain_decode(
         ring_decay=ring_decay, ring_beta=ring_beta, rows=rows,
     )  # fmt: skip
     assert equal_bytes(o, torch.cat(outputs[2:]))
-    for slot, n in ((0, 3), (1, 1), (2, 2)):
+    for slot, n in ((0, 3), (1, export)):
         assert equal_bytes(bank[slot], plain[n])
     assert equal_bytes(ring_decay[0, 1], layer.decay[3:])
     assert equal_bytes(ring_beta[0, 1], layer.beta[3:])
-    assert rows.written.agreed() == {(0, 3), (1, 1), (2, 2)}
+    assert rows.written.agreed() == {(0, 3), (1, export)}
