@@ -232,7 +232,7 @@ def load(
             " its own, which no checkpoint holds; such draft layers are not supported yet"
         )
     if load_format == DUMMY:
-        drawn = Dummy(lambda *what: family.draw(config, *what), seed)
+        drawn = Dummy(lambda *what: family.draw(config, *what), seed, device)
         return family.build(config, Weights(drawn, dtype=dtype, device=device), ops)
     checkpoint = Checkpoint(model_dir)
     with LoadBar(model_dir.name, checkpoint.num_bytes) as bar:

@@ -223,9 +223,9 @@ def draw(
     if decay is not None:
         return decay
     if "norm" in name and name.endswith(".weight"):
-        return 1.0 + 0.1 * torch.randn(shape, generator=generator)
+        return 1.0 + 0.1 * torch.randn(shape, generator=generator, device=generator.device)
     if len(shape) == 1:
-        return 0.3 * torch.randn(shape, generator=generator)
+        return 0.3 * torch.randn(shape, generator=generator, device=generator.device)
     return None
 
 

@@ -203,7 +203,7 @@ def draw(
         return decay
     if "norm" in name:
         centre = 1.0 if name.endswith("linear_attn.norm.weight") else 0.0
-        return centre + 0.1 * torch.randn(shape, generator=generator)
+        return centre + 0.1 * torch.randn(shape, generator=generator, device=generator.device)
     return None
 
 

@@ -38,7 +38,7 @@ class Source(Protocol):
         """Its stored dtype; None: whatever is asked for. Raises `Refused` if it is quantised."""
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
-        """The tensor, on the CPU or the meta device."""
+        """The tensor, on any device."""
 
 
 class Checkpoint:
@@ -137,20 +137,31 @@ Draw = Callable[[str, tuple[int, ...], torch.Generator], "torch.Tensor | None"]
 """What a family draws for a tensor in particular; None: the common rule."""
 
 
-class Dummy(Shapes):
-    """Random weights of any name and shape: the same seed and name give the same tensor."""
+CPU = torch.device("cpu")
 
-    def __init__(self, draw: Draw, seed: int = 0) -> None:
+
+class Dummy(Shapes):
+    """Random weights of any name and shape: the same seed and name give the same tensor.
+
+    They are drawn where they are needed, billions in seconds on a GPU. Every tensor has a generator
+    of its own, so none depends on what was drawn before it; kinds of devices differ in their
+    numbers, not in what these are like.
+    """
+
+    def __init__(self, draw: Draw, seed: int = 0, device: torch.device = CPU) -> None:
         self._draw = draw
         self._seed = seed
+        self._device = device
 
     def read(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """Drawn by the family, else normal with the variance of one over the inputs."""
         digest = hashlib.sha256(f"{self._seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        seed = int.from_bytes(digest[:7], "little")
+        generator = torch.Generator(self._device).manual_seed(seed)
         drawn = self._draw(name, shape, generator)
         if drawn is None:
-            drawn = torch.randn(shape, generator=generator) / math.sqrt(shape[-1])
+            drawn = torch.randn(shape, generator=generator, device=self._device)
+            drawn /= math.sqrt(shape[-1])
         return drawn
 
 
@@ -272,6 +283,8 @@ class Weights:
             raise Refused(f"tensor {full} has shape {list(found)}, expected {list(expected)}")
         self.source.dtype(full)  # refuses what is quantised
         value = self.source.read(full, expected)
+        if value.dtype != target.dtype:  # moved as it is stored, so that a GPU converts it
+            value = value.to(target.device)
         target.copy_(value)
         self.taken.names.add(full)
         if self._on_bytes is not None:

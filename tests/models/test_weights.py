@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from millpond.errors import Refused
 from millpond.models.base import DUMMY, Model, describe, load
-from millpond.models.weights import Checkpoint, Weights
+from millpond.models.weights import Checkpoint, Dummy, Weights
 from millpond.ops.bind import Bound
 from tests.support.batches import Bench
 from tests.support.oracle import CPU, Tiny, random_ids
@@ -251,6 +251,35 @@ def test_dummy_weights_need_no_files(make_tiny: MakeTiny, tmp_path: Path, ops: B
     shutil.copy(make_tiny("glm").description.model_dir / "config.json", tmp_path)
     model = load(describe(tmp_path), ops, dtype=torch.float32, device=CPU, load_format=DUMMY)
     assert model.draft_layer is not None  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("kind", ["glm", "qwen_dense"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_dummies_are_drawn_where_they_are_needed_and_are_alike_everywhere(
+    kind: str, device: str, make_tiny: MakeTiny
+) -> None:
+    """Mean and spread as on the CPU, whatever the order in which tensors are asked for."""
+    description = make_tiny(kind).description
+    family, config = description.family, description.config
+
+    def source(where: str) -> Dummy:
+        return Dummy(lambda *what: family.draw(config, *what), device=torch.device(where))
+
+    shapes = {
+        "layers.0.mlp.up_proj.weight": (512, 256),
+        "layers.0.input_layernorm.weight": (4096,),
+        "layers.1.linear_attn.norm.weight": (4096,),
+        "layers.1.mlp.gate.bias": (4096,),
+    }
+    there, here, backwards = source(device), source("cpu"), source(device)
+    drawn = {name: there.read(name, shape) for name, shape in shapes.items()}
+    for name, shape in reversed(shapes.items()):
+        value, like = drawn[name], here.read(name, shape)
+        assert value.device.type == device
+        assert torch.equal(value, backwards.read(name, shape))
+        assert value.isfinite().all()
+        assert abs(value.mean().item() - like.mean().item()) < 0.02
+        assert abs(value.std().item() / like.std().item() - 1) < 0.1
 
 
 @pytest.mark.parametrize("kind", ["glm", "qwen_dense"])
