@@ -10,9 +10,9 @@ import torch
 from millpond.ops.batch import ForwardBatch
 from millpond.ops.reference import attention as reference
 from tests.ops.batches import make_batch, strided_bank
-from tests.ops.triton.layer_tolerances import within
 from tests.ops.triton.layers import DTYPES, NAN, far, mixed_batch, poisoned, to
 from tests.ops.triton.side_by_side import equal_bytes
+from tests.ops.triton.tolerances import within
 
 kernels = pytest.importorskip("millpond.ops.triton.attention")
 writes = pytest.importorskip("millpond.ops.triton.writes")

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from millpond.ops.reference import dense as reference
-from tests.ops.triton.layer_tolerances import within
 from tests.ops.triton.layers import DTYPES, NAN, poisoned
 from tests.ops.triton.side_by_side import equal_bytes
+from tests.ops.triton.tolerances import within
 
 norms = pytest.importorskip("millpond.ops.triton.norms")
 elements = pytest.importorskip("millpond.ops.triton.elementwise")

@@ -14,9 +14,9 @@ import torch
 from millpond.ops.batch import ForwardBatch
 from millpond.ops.reference import attention, indexer, moe
 from tests.ops.batches import make_batch, strided_bank
-from tests.ops.triton.layer_tolerances import within
 from tests.ops.triton.layers import NAN, to
 from tests.ops.triton.test_graphs import replayable
+from tests.ops.triton.tolerances import within
 
 kernels = [
     pytest.importorskip(f"millpond.ops.triton.{name}")

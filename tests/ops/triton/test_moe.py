@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from millpond.ops.reference import moe as reference
-from tests.ops.triton.layer_tolerances import within
 from tests.ops.triton.layers import DTYPES, NAN, far, poisoned
 from tests.ops.triton.side_by_side import equal_bytes
+from tests.ops.triton.tolerances import within
 
 kernels = pytest.importorskip("millpond.ops.triton.moe")
 pytestmark = pytest.mark.usefixtures(poisoned.__name__)
