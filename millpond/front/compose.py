@@ -71,8 +71,6 @@ def plan_model(
     # Without a model named, the one everybody can run is run where everybody can run it.
     wanted = "cpu" if model is None and config.device == "auto" else config.device
     device = choose_device(wanted)
-    if store is not None and device.type != "cpu":
-        raise Refused(f"a store cannot reach slots and pages on {device} yet: use the CPU, or none")
     description = describe(directory)
     drafts = num_drafts(speculative)
     facts = model_facts(
@@ -136,7 +134,7 @@ class _Kept:
 
     def __init__(self, executor: Executor) -> None:
         self.capabilities = executor.capabilities
-        self.execute = executor.execute
+        self.launch = executor.launch
 
     def close(self) -> None:
         """Nothing: it is still needed."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import torch
 
-from millpond.errors import Refused
 from millpond.memory.arena import Arena, Arenas
 from millpond.memory.layout import EntrySpec, ModelLayout
 from millpond.ops.bind import OP_NAMES, Bound
+from millpond.runtime.staged import StagedMemory
 from millpond.store.memory import HostMemory, RankMemory
 
 
@@ -55,11 +55,10 @@ def _named(spec: EntrySpec) -> list[tuple[int, str, list[int], str, int]]:
 
 
 def memory_of(arenas: Arenas) -> RankMemory:
-    """The slots and pages themselves, where they lie in ordinary memory. Raises `Refused`."""
-    device = arenas.slots.storage.device
-    if device.type != "cpu":
-        raise Refused(f"a store cannot reach slots and pages on {device} yet, only on the CPU")
+    """The slots and pages themselves in ordinary memory; on a device, by way of a pinned ring."""
     slots, pages = arenas.slots, arenas.pages
+    if slots.storage.device.type != "cpu":
+        return StagedMemory(slots, pages)
     return HostMemory(_bytes(slots), slots.spec.num_bytes, _bytes(pages), pages.spec.num_bytes)
 
 

@@ -7,12 +7,11 @@ import threading
 from pathlib import Path
 
 import pytest
-import torch
 
 from millpond.config import PytorchEngineConfig, SpeculativeConfig
 from millpond.engine.loop import Engine
 from millpond.errors import Refused
-from millpond.front import compose, doctor, stores
+from millpond.front import doctor, stores
 from millpond.front.compose import open_engine, plan_model
 from millpond.front.metrics import Metrics
 from millpond.store.backend import StoreUnavailable
@@ -80,13 +79,6 @@ def test_a_name_that_stood_for_other_weights_is_refused(tmp_path, monkeypatch):
     monkeypatch.setattr(stores, "fingerprint", lambda path: "ab" * 32)
     with pytest.raises(Refused, match="rev-1"):
         opened(kv_transfer_config=named)
-
-
-def test_memory_that_a_store_cannot_reach_is_refused_before_weights_are_read(monkeypatch):
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(compose, "choose_device", lambda name: cuda)
-    with pytest.raises(Refused, match="cannot reach"):
-        plan_model(None, PytorchEngineConfig(**SMALL, store="host"))
 
 
 def test_dummy_weights_need_a_name(tmp_path):

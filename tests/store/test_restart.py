@@ -13,13 +13,16 @@ from millpond.engine.loop import Engine, EngineSettings
 from millpond.engine.stream import RequestStream
 from millpond.engine.tiers import Store
 from millpond.engine.types import EngineRequest, EngineStats, PrefixOutcome
+from millpond.memory.arena import Arenas
 from millpond.plan.sampling import SamplingParams
 from millpond.runtime.reach import memory_of
+from millpond.runtime.staged import StagedMemory
 from millpond.store.backend import Backend
 from millpond.store.connector import Connector
 from millpond.store.door import Door
 from millpond.store.file import FileStore
 from millpond.store.host import HostStore
+from millpond.store.memory import RankMemory
 from millpond.store.rank import RankStore
 from tests.exactness.families import FAMILIES, MAX_POSITION, VOCAB, executor
 from tests.store.worlds import identity
@@ -41,6 +44,7 @@ class Life:
         **settings: Any,
     ) -> None:
         num_drafts = settings.pop("num_drafts", 0)
+        reach: Callable[[Arenas], RankMemory] = settings.pop("reach", memory_of)
         self.executor: RecordingExecutor = executor(family, truth, where, num_drafts=num_drafts)
         given = dict(
             max_batch_size=8,
@@ -52,7 +56,7 @@ class Life:
         )
         store = None
         if backend is not None:
-            memory = memory_of(self.executor.arenas)
+            memory = reach(self.executor.arenas)
             rank = RankStore(0, memory, Door(backend, memory.regions()))
             who = identity(layout=f"{family} {num_drafts}")
             store = Store(
@@ -106,11 +110,18 @@ def opener(request, tmp_path: Path) -> Callable[[], Backend]:
     return lambda: kept
 
 
+def staged(arenas: Arenas) -> StagedMemory:
+    """As a device's memory is reached, a few pages at a time."""
+    size = arenas.slots.spec.num_bytes + 2 * arenas.pages.spec.num_bytes
+    return StagedMemory(arenas.slots, arenas.pages, batch_bytes=size)
+
+
+@pytest.mark.parametrize("reach", [memory_of, staged])
 @pytest.mark.parametrize("num_drafts", [0, 3])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_warm_hit_from_a_tier_gives_the_bytes_of_a_cold_run(family, num_drafts, opener):
+def test_a_warm_hit_from_a_tier_gives_the_bytes_of_a_cold_run(family, num_drafts, reach, opener):
     truth = Truth()
-    numbers = dict(num_drafts=num_drafts)
+    numbers = dict(num_drafts=num_drafts, reach=reach)
     cold = Life(family, truth, "cold", None, **numbers)
     text, _ = cold.ask()
     cold.close()

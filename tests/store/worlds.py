@@ -15,7 +15,7 @@ from millpond.store.connector import Connector, Limits
 from millpond.store.door import Door
 from millpond.store.identity import Identity
 from millpond.store.jobs import Epoch, Get, Job, Lookup, Put, Report
-from millpond.store.memory import HostMemory, Parts
+from millpond.store.memory import HostMemory, Parts, RankMemory
 from millpond.store.rank import RankStore
 from millpond.store.record import pack_tokens, record_root
 
@@ -132,13 +132,14 @@ class World:
         who: Identity | None = None,
         limits: Limits | None = None,
         seed: int = 0,
+        memories: Sequence[RankMemory] | None = None,
     ) -> None:
         self.shelf = shelf or Shelf()
         who = who or identity(tp_size=num_ranks)
         names = tuple(who.namespace(rank) for rank in range(num_ranks))
         self.epoch = Epoch(namespaces=names)
         self.stores = [ScriptedStore(self.shelf) for _ in range(num_ranks)]
-        self.memories = [arenas(seed=seed + rank) for rank in range(num_ranks)]
+        self.memories = memories or [arenas(seed=seed + rank) for rank in range(num_ranks)]
         self.doors = [
             Door(lambda store=store: store, memory.regions(), retry_after=0.0)
             for store, memory in zip(self.stores, self.memories, strict=True)
