@@ -42,7 +42,7 @@ class Script:
             at = self.right(seat)
             if at < self.count:
                 row[at] = (row[at] + 1) % VOCAB
-        return torch.tensor(rows)
+        return torch.tensor(rows, device=live.position.device)
 
 
 @dataclass(eq=False)

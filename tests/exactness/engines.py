@@ -83,7 +83,7 @@ class Forced:
             if right < self.count:
                 row[right] = (row[right] + 1) % VOCAB
             rows.append(row)
-        return torch.tensor(rows)
+        return torch.tensor(rows, device=live.position.device)
 
 
 @dataclass

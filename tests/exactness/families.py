@@ -1,9 +1,12 @@
-"""Small random models of both families, from nothing but a configuration; each is built once."""
+"""Small random models of both families, from nothing but a configuration; each is built once.
+
+A `Kind` says where and how one computes: the same weights on any device, in any dtype.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -12,12 +15,13 @@ from typing import Any
 import torch
 
 from millpond.memory.layout import ModelLayout
-from millpond.models.base import Description, Model, describe, load
-from millpond.ops.bind import Bound, bind
+from millpond.models.base import Description, Model, describe
+from millpond.models.weights import Dummy, Weights
+from millpond.ops.bind import AUTO, Bound, bind
 from millpond.runtime.worker import Worker
+from tests.support.products import steady_linear, steady_matmul
 from tests.support.recording import RecordingExecutor, Truth
 
-CPU = torch.device("cpu")
 VOCAB = 96
 MAX_POSITION = 1024
 
@@ -87,6 +91,49 @@ QWEN: dict[str, Any] = dict(
     eos_token_id=VOCAB - 1,
 )
 FAMILIES = {"glm": GLM, "qwen": QWEN}
+OTHERS: dict[str, dict[str, Any]] = {
+    "glm other": GLM
+    | dict(
+        linear_attn_config=dict(
+            num_heads=2, head_dim=32, short_conv_kernel_size=3, gate_lower_bound=None,
+            safe_gate=False,
+        ),
+        n_shared_experts=2,
+        norm_topk_prob=False,
+        routed_scaling_factor=0.5,
+        swiglu_limit=0.3,
+        index_kpool=8,
+        hc_mult=2,
+        tie_word_embeddings=False,
+    ),
+    "qwen dense": {key: value for key, value in QWEN.items() if "expert" not in key}
+    | dict(
+        model_type="qwen3_5_text",
+        intermediate_size=96,
+        linear_num_key_heads=4,
+        tie_word_embeddings=False,
+    ),
+}  # fmt: skip
+"""What the two above do not do: other branches of both families."""
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A family's model, where it computes and in what.
+
+    `steady`: dense matrix products in blocks of one size, so that a row's bytes depend on that row
+    alone on every device, and every other op can be held to the same.
+    """
+
+    family: str
+    device: str = "cpu"
+    dtype: torch.dtype = torch.float32
+    steady: bool = False
+    backend: str = AUTO
+
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return f"{self.family} on {self.device} in {dtype}"
 
 
 @dataclass(frozen=True)
@@ -96,25 +143,33 @@ class Built:
     model: Model
     description: Description
     ops: Bound
+    kind: Kind
 
     def layout(self, num_drafts: int = 0) -> ModelLayout:
         """What slots, pages and seats hold when a step verifies so many drafts."""
-        return self.description.layout(torch.float32, num_drafts)
+        return self.description.layout(self.kind.dtype, num_drafts)
 
 
 @cache
-def built(family: str) -> Built:
-    """The family's model, weights drawn from a fixed seed."""
+def built(which: str | Kind) -> Built:
+    """The model, weights drawn from a fixed seed on the CPU, then moved."""
+    kind = which if isinstance(which, Kind) else Kind(which)
+    device = torch.device(kind.device)
     with TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(FAMILIES[family]))
+        config = {**FAMILIES, **OTHERS}[kind.family]
+        (Path(folder) / "config.json").write_text(json.dumps(config))
         description = describe(Path(folder))
-        ops = bind(CPU)
-        model = load(description, ops, dtype=torch.float32, device=CPU, load_format="dummy", seed=3)
-        return Built(model, description, ops)
+    ops = bind(device, backend=kind.backend)
+    if kind.steady:
+        ops = replace(ops, linear=steady_linear, batched_matmul=steady_matmul)
+    family, config = description.family, description.config
+    drawn = Dummy(lambda *what: family.draw(config, *what), seed=3)
+    model = family.build(config, Weights(drawn, dtype=kind.dtype, device=device), ops)
+    return Built(model, description, ops, kind)
 
 
 def executor(
-    family: str,
+    family: str | Kind,
     truth: Truth,
     where: str,
     *,
@@ -124,12 +179,13 @@ def executor(
     num_drafts: int = 0,
     count_writes: bool = False,
 ) -> RecordingExecutor:
-    """A fresh rank with poisoned arenas."""
+    """A fresh rank with poisoned arenas. Writes of kernels cannot be counted, only compared."""
     found = built(family)
+    device = torch.device(found.kind.device)
     worker = Worker(
         found.model,
         found.layout(num_drafts),
-        device=CPU,
+        device=device,
         num_slots=num_slots,
         num_pages=num_pages,
         num_seats=num_seats,
@@ -141,4 +197,5 @@ def executor(
         num_threads=1,
         debug_poison=True,
     )
-    return RecordingExecutor(worker, truth, where, count_writes=count_writes)
+    counts = count_writes and device.type == "cpu"
+    return RecordingExecutor(worker, truth, where, count_writes=counts)

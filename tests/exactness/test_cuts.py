@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cache
 
 import pytest
@@ -10,12 +11,12 @@ from hypothesis import strategies as st
 
 from millpond.plan.sampling import SamplingParams
 from tests.exactness.driver import Driver, Run, Saved
-from tests.exactness.families import FAMILIES, executor
+from tests.exactness.families import FAMILIES, Kind, executor
 from tests.exactness.prompts import GREEDY, PROMPTS, SEEDED
 from tests.exactness.test_schedules import EXAMPLES
 from tests.support.recording import Truth
 
-TRUTHS = {family: Truth() for family in FAMILIES}
+TRUTHS: defaultdict[str | Kind, Truth] = defaultdict(Truth)
 LENGTH = 4
 PAGE = 64
 

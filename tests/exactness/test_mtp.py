@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from functools import cache
 
 import pytest
@@ -14,12 +15,12 @@ from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import Emitted
 from tests.exactness.drafting import DraftDriver, Script, decoded
 from tests.exactness.driver import Run
-from tests.exactness.families import FAMILIES, VOCAB, executor
+from tests.exactness.families import FAMILIES, VOCAB, Kind, executor
 from tests.exactness.prompts import BASE, GREEDY, OTHER, PROMPTS, SEEDED
 from tests.exactness.test_schedules import EXAMPLES
 from tests.support.recording import Truth
 
-TRUTHS = {family: Truth() for family in FAMILIES}
+TRUTHS: defaultdict[str | Kind, Truth] = defaultdict(Truth)
 KS = (1, 3, 5, 7)
 LENGTH = 16
 """Tokens drawn; with prompts that end up to that many before a page, the page is crossed."""

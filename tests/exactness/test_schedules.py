@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from functools import cache
 from typing import Any
 
@@ -10,14 +11,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.exactness.engines import Ask, House, Served, Text, alone, serve
-from tests.exactness.families import FAMILIES
+from tests.exactness.families import FAMILIES, Kind
 from tests.exactness.prompts import BASE, GREEDY, OTHER, PROMPTS, SEEDED, TWO
 from tests.support.recording import Truth
 
 EXAMPLES = max(16, settings().max_examples // 16)
 """An example is a whole engine run, a second or so: fewer of them than of cheap properties."""
 
-TRUTHS = {family: Truth() for family in FAMILIES}
+TRUTHS: defaultdict[str | Kind, Truth] = defaultdict(Truth)
 """Shared by all runs of a family: each is compared with every other, and with the cold ones."""
 
 
