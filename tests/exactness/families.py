@@ -19,7 +19,7 @@ from millpond.models.base import Description, Model, describe
 from millpond.models.weights import Dummy, Weights
 from millpond.ops.bind import AUTO, Bound, bind
 from millpond.runtime.worker import Worker
-from tests.support.products import steady_linear, steady_matmul
+from tests.support.products import steady_linear, steady_linear_by_head
 from tests.support.recording import RecordingExecutor, Truth
 
 VOCAB = 96
@@ -161,7 +161,7 @@ def built(which: str | Kind) -> Built:
         description = describe(Path(folder))
     ops = bind(device, backend=kind.backend)
     if kind.steady:
-        ops = replace(ops, linear=steady_linear, batched_matmul=steady_matmul)
+        ops = replace(ops, linear=steady_linear, linear_by_head=steady_linear_by_head)
     family, config = description.family, description.config
     drawn = Dummy(lambda *what: family.draw(config, *what), seed=3)
     model = family.build(config, Weights(drawn, dtype=kind.dtype, device=device), ops)

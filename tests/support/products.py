@@ -7,8 +7,10 @@ depends on neighbours.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
-from torch.nn.functional import linear, pad
+from torch.nn.functional import linear
 
 BLOCK = 64
 
@@ -25,16 +27,18 @@ def steady_linear(
     return out.reshape(*x.shape[:-1], weight.shape[0])
 
 
-def steady_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """As the reference: a [..., M, K] @ b [..., K, N], one matrix of the batch at a time."""
-    lead = a.shape[:-2]
-    pairs = zip(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]), strict=True)
-    parts = [_by_blocks(rows, lambda block, by=by: block @ by) for rows, by in pairs]
-    return torch.stack(parts).reshape(*lead, a.shape[-2], b.shape[-1])
+def steady_linear_by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As the reference: x [T, H, K], weight [H, K, N] -> [T, H, N]."""
+    return _by_blocks(x, lambda block: torch.bmm(block.transpose(0, 1), weight).transpose(0, 1))
 
 
-def _by_blocks(rows: torch.Tensor, times) -> torch.Tensor:  # type: ignore[no-untyped-def]
+def _by_blocks(rows: torch.Tensor, times: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`rows` [T, ...] by the block, the last one padded."""
     count = rows.shape[0]
-    padded = pad(rows, (0, 0, 0, -count % BLOCK))
-    parts = [times(padded[first : first + BLOCK]) for first in range(0, padded.shape[0], BLOCK)]
-    return torch.cat(parts)[:count] if parts else times(padded)
+    parts = []
+    for first in range(0, count, BLOCK):
+        block = rows.new_zeros(BLOCK, *rows.shape[1:])
+        some = rows[first : first + BLOCK]
+        block[: len(some)] = some
+        parts.append(times(block))
+    return torch.cat(parts)[:count] if parts else times(rows)
