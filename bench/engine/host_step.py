@@ -18,7 +18,16 @@ import time
 from millpond.engine.loop import Engine, EngineSettings
 from millpond.engine.types import EngineRequest
 from millpond.plan.sampling import SamplingParams
-from millpond.plan.step import Capabilities, Emitted, StepPlan, StepResult, Verified, Written
+from millpond.plan.step import (
+    Capabilities,
+    Emitted,
+    Ended,
+    Launched,
+    StepPlan,
+    StepResult,
+    Verified,
+    Written,
+)
 
 
 class NullExecutor:
@@ -29,7 +38,7 @@ class NullExecutor:
         self.clock = self.processor = 0.0  # seconds spent in here by the last step
         self.rows = 0
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
         begin = time.perf_counter(), time.thread_time()
         rows = plan.prefill + plan.decode
         self.rows = len(plan.decode) + len(plan.verify)
@@ -46,7 +55,7 @@ class NullExecutor:
         )
         self.clock = time.perf_counter() - begin[0]
         self.processor = time.thread_time() - begin[1]
-        return result
+        return Ended(result)
 
     def close(self) -> None:
         pass

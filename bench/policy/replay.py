@@ -20,7 +20,9 @@ from millpond.plan.step import (
     PAGE_SIZE,
     Capabilities,
     Emitted,
+    Ended,
     Executor,
+    Launched,
     StepPlan,
     StepResult,
     Written,
@@ -52,9 +54,9 @@ class IdleDevice:
     def __init__(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
         rows = plan.prefill + plan.decode
-        return StepResult(
+        result = StepResult(
             step=plan.step,
             emitted=tuple(Emitted(seat=seat, token=1) for row in rows for seat in row.emit_seats),
             written=tuple(
@@ -63,6 +65,7 @@ class IdleDevice:
                 for slot, end in ((row.state_out, row.end), *((e.slot, e.end) for e in row.exports))
             ),
         )
+        return Ended(result)
 
     def close(self) -> None:
         pass
@@ -79,10 +82,10 @@ class ClockedDevice:
         self._costs = costs
         self._scale = scale
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
         self.now += self._costs.of(plan, self._scale)
         self.folded += sum(len(row.tokens) for row in plan.prefill)
-        return self._device.execute(plan)
+        return self._device.launch(plan)
 
     def close(self) -> None:
         self._device.close()

@@ -267,7 +267,7 @@ class Engine:
         self._audit(scheduled)
         plan, began = scheduled.plan, self._clock()
         try:
-            result = self._executor.execute(plan)
+            result = self._executor.launch(plan).result()
         except StepFailed as error:
             logger.warning("step %d failed: %s", scheduled.plan.step, error)
             self._finish_step(scheduled, None, str(error))

@@ -53,6 +53,7 @@ class Scheduler(Queues):
         self.along = AnswerAnchors(ledger)
         self._granularity = capabilities.export_granularity
         self._num_drafts = capabilities.num_draft_tokens
+        self._verifies = self._num_drafts > 0 or capabilities.runs_ahead
         ledger.counters.accepted_per_position = [0] * self._num_drafts
         self._step = 0
         self._unsent_poison: tuple[tuple[SlotId, ...], tuple[PageId, ...]] = ((), ())
@@ -76,7 +77,7 @@ class Scheduler(Queues):
             if start < sequence.prompt_len:
                 position += self._admit_waiting(ahead_of=sequence)
                 self._plan_prefill(sequence)
-            elif self._num_drafts and sequence.is_live:
+            elif self._verifies and sequence.is_live:
                 self._plan_verify(sequence)
             elif start + 1 == len(sequence.tokens):
                 self._plan_decode(sequence, start + 1)

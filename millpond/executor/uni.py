@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millpond.errors import Broken
-from millpond.plan.step import Capabilities, StepPlan, StepResult
+from millpond.plan.step import Capabilities, Ended, Launched, StepPlan
 from millpond.runtime.reach import Made
 from millpond.runtime.worker import Worker
 from millpond.store.memory import RankMemory
@@ -34,11 +34,11 @@ class UniExecutor:
             raise Broken("a closed executor makes nothing")
         return self._worker.made
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one plan to its end. Raises `StepFailed`: then nothing of it may be relied on."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Hand a plan to the rank; its result raises what went wrong."""
         if self._worker is None:
             raise Broken(f"step {plan.step} was sent to a closed executor")
-        return self._worker.execute(plan)
+        return Ended.inline(self._worker.execute, plan)
 
     def close(self) -> None:
         """Give back model and arenas. Closing twice is closing once."""

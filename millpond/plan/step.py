@@ -6,6 +6,7 @@ as it is. On the host "no slot" is None; the device stages it as a negative id.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -58,9 +59,9 @@ class VerifyRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     Folds the `pending` drafts accepted last time and the certain token after them, which leaves the
     state with end `start + pending + 1` in `state_out`, then runs `num_drafts` drafts for their
     outputs only. Every token after the certain one draws; a draft is accepted when it is what was
-    drawn in its place. `start` and `pending` are what the host knows, the device's own counts
-    decide. `export` is conditional: in force only where the folded tokens pass its `end`; at the
-    row's own end it must not be planned, that state is `state_out`.
+    drawn in its place. The device's own counts decide; of the host's, `start` is exact, and
+    `pending` too unless the step before is in flight: then it is the most there can be. `export` is
+    conditional: in force only where the row folds token `export.end - 1`.
     """
 
     request: str
@@ -74,7 +75,7 @@ class VerifyRow(msgspec.Struct, frozen=True, kw_only=True, gc=False):
 
     @property
     def end(self) -> int:
-        """The end of the state the row leaves in `state_out`."""
+        """The end of the state the row leaves in `state_out`, at most."""
         return self.start + self.pending + 1
 
 
@@ -231,18 +232,53 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     export_granularity: int  # an export is possible at absolute multiples of this
     vocab_size: int
     max_position: int  # tokens a sequence may hold
-    num_draft_tokens: int = 0  # drafts a live sequence may verify in a step; 0: no verify rows
+    num_draft_tokens: int = 0  # drafts a live sequence may verify in a step
+    runs_ahead: bool = False  # live sequences verify, also no drafts: two plans may be in flight
+
+
+class Launched(Protocol):
+    """A plan that was handed to the device."""
+
+    def result(self) -> StepResult:
+        """Wait for the step's end. Raises `StepFailed`: then nothing of it may be relied on."""
 
 
 class Executor(Protocol):
-    """Runs plans, one at a time, in order."""
+    """Runs plans in the order in which they are launched."""
 
     @property
     def capabilities(self) -> Capabilities:
         """Fixed facts about the device tower."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
-        """Run one plan to its end. Raises `StepFailed`: then nothing of it may be relied on."""
+    def launch(self, plan: StepPlan) -> Launched:
+        """Hand over a plan; what goes wrong with it is raised by its result.
+
+        At most two are in flight, launched and not asked for their result, and the second one only
+        where the device tower `runs_ahead`.
+        """
 
     def close(self) -> None:
         """Give back the device."""
+
+
+class Ended:
+    """A step that has ended already: what an executor that runs plans inline has launched."""
+
+    __slots__ = ("_outcome",)
+
+    def __init__(self, outcome: StepResult | Exception) -> None:
+        self._outcome = outcome
+
+    @classmethod
+    def inline(cls, run: Callable[[StepPlan], StepResult], plan: StepPlan) -> Ended:
+        """Run a plan to its end, here and now."""
+        try:
+            return cls(run(plan))
+        except Exception as error:  # noqa: BLE001 -- raised where the result is asked for
+            return cls(error)
+
+    def result(self) -> StepResult:
+        """What the step came to. Raises what it raised."""
+        if isinstance(self._outcome, Exception):
+            raise self._outcome
+        return self._outcome

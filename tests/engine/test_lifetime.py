@@ -139,8 +139,8 @@ def test_streams_end_even_when_the_ledger_is_what_broke(monkeypatch, caplog):
 def test_a_report_that_does_not_answer_the_plan_ends_the_engine(wrong):
     tower = Tower()
     stream = tower.engine.submit(tower.request(range(100)))
-    execute = tower.executor.execute
-    tower.executor.execute = lambda plan: msgspec.structs.replace(execute(plan), **wrong)
+    run = tower.executor.run
+    tower.executor.run = lambda plan: msgspec.structs.replace(run(plan), **wrong)
     with pytest.raises(Broken):
         tower.engine.step()
     assert reasons(stream) == ["error"]

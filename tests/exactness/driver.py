@@ -233,11 +233,10 @@ class Driver:
         slots, pages = self._poison
         self._poison = ([], [])
         self.step_number += 1
-        return self.executor.execute(
-            StepPlan(
-                step=self.step_number,
-                poison_slots=tuple(SlotId(s) for s in slots),
-                poison_pages=tuple(PageId(p) for p in pages),
-                **parts,
-            )
+        plan = StepPlan(
+            step=self.step_number,
+            poison_slots=tuple(SlotId(s) for s in slots),
+            poison_pages=tuple(PageId(p) for p in pages),
+            **parts,
         )
+        return self.executor.launch(plan).result()

@@ -52,11 +52,11 @@ def test_with_debug_poison_nothing_is_readable_before_it_is_written() -> None:
 
 def test_a_closed_executor_runs_nothing() -> None:
     executor = UniExecutor(worker())
-    assert executor.execute(StepPlan(step=1)).step == 1
+    assert executor.launch(StepPlan(step=1)).result().step == 1
     executor.close()
     executor.close()
     with pytest.raises(Broken, match="closed"):
-        executor.execute(StepPlan(step=2))
+        executor.launch(StepPlan(step=2))
 
 
 @pytest.mark.parametrize("name", ["mp", "ray"])

@@ -20,7 +20,7 @@ from millpond.engine.types import EngineRequest
 from millpond.executor.uni import UniExecutor
 from millpond.ops.bind import bind
 from millpond.plan.sampling import SamplingParams
-from millpond.plan.step import Capabilities, Row, StepPlan, StepResult
+from millpond.plan.step import Capabilities, Ended, Launched, Row, StepPlan, StepResult
 from millpond.runtime.worker import Worker
 from tests.support.fake_model import VOCAB, FakeModel, expected_token, fake_layout
 
@@ -56,10 +56,13 @@ class Recorder:
     def capabilities(self) -> Capabilities:
         return self.inner.capabilities
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
+        return Ended.inline(self._run, plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         self.plans.append(plan)
         self.before(plan)
-        result = self.after(plan, self.inner.execute(plan))
+        result = self.after(plan, self.inner.launch(plan).result())
         self.results.append(result)
         return result
 

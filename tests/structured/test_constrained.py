@@ -16,7 +16,7 @@ from millpond.engine.grammar import Grammar, Grammars
 from millpond.engine.guide import NOTHING_LEFT, Guide
 from millpond.errors import Rejected
 from millpond.executor.uni import UniExecutor
-from millpond.plan.step import StepPlan, StepResult
+from millpond.plan.step import Launched, StepPlan
 from tests.structured.engines import EOS, MODEL, VOCAB, House, Told, read, tokenizer, tokens, worker
 
 SCHEMA = {
@@ -240,9 +240,9 @@ class Recording(UniExecutor):
 
     plans: list[StepPlan]
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
         self.plans.append(plan)
-        return super().execute(plan)
+        return super().launch(plan)
 
 
 def test_without_a_constraint_nothing_of_it_reaches_the_device(house: House):

@@ -12,7 +12,7 @@ from millpond.engine.outbox import Sink
 from millpond.errors import Refused
 from millpond.front.directory import locate
 from millpond.front.process import messages as m
-from millpond.plan.step import Capabilities, Emitted, StepPlan, StepResult, Written
+from millpond.plan.step import Capabilities, Emitted, Ended, Launched, StepPlan, StepResult, Written
 
 FACTS = ModelFacts(
     name="null", slot_bytes=100, page_bytes=10, seat_bytes=1, weight_bytes=0, max_position=8192
@@ -27,7 +27,10 @@ class NullExecutor:
     def __init__(self, capabilities: Capabilities, pause: float) -> None:
         self.capabilities, self._pause = capabilities, pause
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
+        return Ended.inline(self._run, plan)
+
+    def _run(self, plan: StepPlan) -> StepResult:
         if self._pause:
             time.sleep(self._pause)
         rows = plan.prefill + plan.decode

@@ -15,10 +15,13 @@ import torch
 from millpond.errors import StepFailed
 from millpond.executor.uni import UniExecutor
 from millpond.memory.arena import Arena, Arenas
+from millpond.memory.layout import EntrySpec
 from millpond.plan.step import (
     PAGE_SIZE,
     Capabilities,
+    Ended,
     Export,
+    Launched,
     Row,
     StepPlan,
     StepResult,
@@ -67,6 +70,7 @@ class RecordingExecutor:
         self.during: Callable[[StepPlan], None] | None = None  # as the forward begins
         self.fail_at: int | None = None  # the number of a call that runs and is then called failed
         self.slot_bytes_written = 0  # poison left out
+        self.num_states = 0  # slots looked at, every published one among them
         self._left: tuple[torch.Tensor, torch.Tensor] | None = None
         self._inner = UniExecutor(worker)
         self._known: dict[int, tuple[list[int], int]] = {}  # by seat: its tokens, prompt length
@@ -84,8 +88,11 @@ class RecordingExecutor:
     def close(self) -> None:
         """Nothing to give back."""
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
         """Run, compare, note."""
+        return Ended.inline(self._launch, plan)
+
+    def _launch(self, plan: StepPlan) -> StepResult:
         self.look_between_steps()
         before = snapshot(self.arenas.slots)
         if self.during is not None:
@@ -117,9 +124,9 @@ class RecordingExecutor:
     def _run(self, plan: StepPlan) -> StepResult:
         """Every output is written once, whole, and nothing else: counted where asked for."""
         if not self.count_writes:
-            return self._inner.execute(plan)
+            return self._inner.launch(plan).result()
         with CountWrites(self.arenas.slots) as count:
-            result = self._inner.execute(plan)
+            result = self._inner.launch(plan).result()
         spec = self.arenas.slots.spec
         asked = len(_outputs(plan, result)) * sum(t.num_bytes for t in spec.tensors)
         num_bytes = count.num_bytes - len(plan.poison_slots) * spec.num_bytes
@@ -172,7 +179,11 @@ class RecordingExecutor:
     ) -> None:
         prompt = min(prompt_len, len(tokens))
         where = f"{self.where}, {row.request} rows {row.start}..{row.end}"
-        self.truth.note((what, prompt, tuple(tokens)), arena.storage[entry], where)
+        left = arena.storage[entry].cpu()
+        if what == "state":
+            self.num_states += 1
+            self.bytes_beyond += [f"{where}: {name}" for name in not_finite(arena.spec, left)]
+        self.truth.note((what, prompt, tuple(tokens)), left, where)
 
     @property
     def num_exports(self) -> int:
@@ -181,6 +192,16 @@ class RecordingExecutor:
 
     def _rows(self) -> Iterable[Row]:
         return (r for plan in self.plans for r in plan.prefill + plan.decode)
+
+
+def not_finite(spec: EntrySpec, entry: torch.Tensor) -> list[str]:
+    """Which tensors of an entry [bytes] hold a NaN or an infinity."""
+    found = []
+    for tensor, offset in zip(spec.tensors, spec.offsets(), strict=True):
+        value = entry[offset : offset + tensor.num_bytes].view(tensor.dtype)
+        if value.is_floating_point() and not value.isfinite().all():
+            found.append(f"{tensor.name} of layer {tensor.layer} is not finite")
+    return found
 
 
 def _outputs(plan: StepPlan, result: StepResult) -> list[SlotId]:

@@ -20,7 +20,9 @@ from millpond.plan.step import (
     PAGE_SIZE,
     Capabilities,
     Emitted,
+    Ended,
     Export,
+    Launched,
     Row,
     RowLogprobs,
     SeatLoad,
@@ -132,7 +134,10 @@ class SymbolicExecutor:
     def close(self) -> None:
         self.closed = True
 
-    def execute(self, plan: StepPlan) -> StepResult:
+    def launch(self, plan: StepPlan) -> Launched:
+        return Ended.inline(self.run, plan)
+
+    def run(self, plan: StepPlan) -> StepResult:
         """Run a plan; a `Violation` is kept, since an engine swallows what its device raises."""
         try:
             return self._execute(plan)
@@ -254,7 +259,8 @@ class SymbolicExecutor:
     ) -> None:
         seat, state = self._begin(row, before)
         known, prompt_len = seat.history, seat.load.prompt_len
-        _require(not (seat.live and seat.drafts), f"{row.request} is live and does not verify")
+        verifies = seat.drafts or self.capabilities.runs_ahead
+        _require(not (seat.live and verifies), f"{row.request} is live and does not verify")
         _require(row.tokens == tuple(known[row.start : row.end]), f"{row.request}: not its tokens")
         self._check_grid(row, prompt_len, chunk=chunk)
         after = (*state, *(row.tokens if chunk else (~t for t in row.tokens)))
@@ -306,7 +312,7 @@ class SymbolicExecutor:
     ) -> None:
         seat, state = self._begin(row, before)
         known, most = seat.history, self.capabilities.num_draft_tokens
-        _require(most > 0, "a verify row where nobody drafts")
+        _require(most > 0 or self.capabilities.runs_ahead, "a verify row where nobody drafts")
         _require(seat.live, f"{row.request} verifies before it drew a token in its seat")
         _require(row.start >= seat.load.prompt_len, "prompt tokens are folded in a verify row")
         _require(row.pending == seat.pending, f"{row.request}: {row.pending} drafts are not folded")

@@ -28,6 +28,7 @@ class Tower:
             "vocab_size": VOCAB,
             "max_position": 100_000,
             "num_draft_tokens": 0,
+            "runs_ahead": False,
         }
         settings: dict[str, Any] = {
             "max_batch_size": 4,
