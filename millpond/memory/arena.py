@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from millpond.memory.host_ring import HostRing
 from millpond.memory.layout import EntrySpec, ModelLayout
 
 NAN_BYTE = 0xFF
@@ -21,12 +22,15 @@ class Arena:
     """`count` entries of `spec`, entry-major: `storage` is uint8 `[count, spec.num_bytes]`.
 
     One entry is one contiguous range of bytes, so that moving it is one transfer. Ids are never
-    taken modulo `count`: one that is out of range raises.
+    taken modulo `count`: one that is out of range raises. Ids go to the device by `ring`.
     """
 
-    def __init__(self, spec: EntrySpec, count: int, device: torch.device) -> None:
+    def __init__(
+        self, spec: EntrySpec, count: int, device: torch.device, ring: HostRing | None = None
+    ) -> None:
         self.spec = spec
         self.count = count
+        self._ring = ring or HostRing(device)
         self.storage = _zero_bytes((count, spec.num_bytes), device)
         self._views = {
             (tensor.layer, tensor.name): (
@@ -58,7 +62,7 @@ class Arena:
     def _index(self, ids: Sequence[int]) -> torch.Tensor:
         if min(ids) < 0 or max(ids) >= self.count:
             raise IndexError(f"entry ids {sorted(ids)} are not all within 0..{self.count - 1}")
-        return torch.tensor(ids, dtype=torch.int64, device=self.storage.device)
+        return self._ring.integers(ids)
 
 
 def _zero_bytes(shape: tuple[int, int], device: torch.device) -> torch.Tensor:
@@ -84,12 +88,14 @@ class Arenas:
         num_pages: int,
         num_seats: int,
         device: torch.device,
+        ring: HostRing | None = None,
     ) -> Arenas:
         """Three allocations; entries start as zero bytes."""
+        ring = ring or HostRing(device)
         return cls(
-            slots=Arena(layout.slot, num_slots, device),
-            pages=Arena(layout.page, num_pages, device),
-            seats=Arena(layout.seat, num_seats, device),
+            slots=Arena(layout.slot, num_slots, device, ring),
+            pages=Arena(layout.page, num_pages, device, ring),
+            seats=Arena(layout.seat, num_seats, device, ring),
         )
 
     @property

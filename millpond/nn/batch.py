@@ -15,12 +15,16 @@ import numpy as np
 import torch
 
 from millpond.errors import Broken
+from millpond.memory.host_ring import HostRing
 from millpond.nn.counters import SeatCounters
 from millpond.ops.batch import ForwardBatch, RowSlots, VerifyRows
 from millpond.plan.step import PAGE_SIZE, PageUpdate, Row, StepPlan, VerifyRow
 
 NONE = -1
 """A slot or page that is not there, as the device spells it."""
+
+LIVE_FIELDS = ("seats", "state_in", "state_out", "num_drafts", "export_end", "export_slot")
+"""What the host decides of a live row, in the order in which it crosses to the device."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,16 +41,22 @@ class _Places:
 class Staging:
     """The page table of every seat, `[num_seats, max_pages]` int64, and the packing of plans.
 
-    With `num_drafts` > 0 also the seats' counters: tokens, positions and pages of verify rows are
-    computed from them on the device.
+    Also the seats' counters: tokens, positions and pages of verify rows are computed from them on
+    the device. Table and counters stay at their addresses. What the host says goes by `ring`.
     """
 
     def __init__(
-        self, num_seats: int, max_pages: int, device: torch.device, num_drafts: int = 0
+        self,
+        num_seats: int,
+        max_pages: int,
+        device: torch.device,
+        num_drafts: int = 0,
+        ring: HostRing | None = None,
     ) -> None:
         self.device = device
         self.num_drafts = num_drafts
-        self.counters = SeatCounters(num_seats, num_drafts, device)
+        self.ring = ring or HostRing(device)
+        self.counters = SeatCounters(num_seats, num_drafts, device, self.ring)
         self.page_table = torch.full((num_seats, max_pages), NONE, dtype=torch.int64, device=device)
         self._num_pages = [0] * num_seats  # filled entries of each seat's table
 
@@ -55,7 +65,7 @@ class Staging:
         if not seats:
             return
         self.counters.reset(seats)
-        self.page_table[torch.tensor(seats, device=self.device)] = NONE
+        self.page_table[self.ring.integers(seats)] = NONE
         for seat in seats:
             self._num_pages[seat] = 0
 
@@ -87,12 +97,7 @@ class Staging:
         lengths = [len(row.tokens) for row in rows]
         starts = tuple(row.start for row in rows + plan.verify)
         ends = (*(row.end for row in rows), *(row.end + row.num_drafts for row in plan.verify))
-        for row, row_end in zip(rows + plan.verify, ends, strict=True):
-            if row.seat >= 0 and row_end > self._num_pages[row.seat] * PAGE_SIZE:
-                raise Broken(
-                    f"row of {row.request} ends at {row_end}, its seat {row.seat} holds"
-                    f" {self._num_pages[row.seat]} pages"
-                )
+        self._check_room(rows + plan.verify, ends)
         known = len(rows)
         sent = self._send(
             (
@@ -107,14 +112,14 @@ class Staging:
                 np.array(logits_at, np.int64),
                 *_pack_slots(plan.prefill),
                 *_pack_slots(plan.decode),
-                *_pack_verify(plan.verify),
+                pack_live(plan.verify, len(plan.verify)).ravel(),
             )
         )
         tokens, position, token_row, seat, start, end, at = sent[:7]
         page = self._page_at(seat[token_row], position)
         verify = None
         if plan.verify:
-            verify, places = self._verify_rows(seat[known:], sent[19:])
+            verify, places = self._verify_rows(sent[19].view(len(LIVE_FIELDS), -1))
             tokens = torch.cat((tokens, places.token.flatten()))
             position = torch.cat((position, places.position.flatten()))
             page = torch.cat((page, places.page.flatten()))
@@ -139,20 +144,52 @@ class Staging:
             logits_at=at,
         )
 
+    def check_live(self, rows: Sequence[VerifyRow]) -> None:
+        """Raise `Broken` as `batch` does, of rows that `live` is to be told of."""
+        self._check_room(rows, [row.end + row.num_drafts for row in rows])
+
+    def live(self, numbers: torch.Tensor) -> ForwardBatch:
+        """Live rows alone: numbers [6, B] int64 on the device, as `pack_live` makes them.
+
+        Shapes follow from B alone; the host knows no more of the rows than that they end within
+        their page tables.
+        """
+        count, most = numbers.shape[1], self.page_table.shape[1]
+        verify, places = self._verify_rows(numbers)
+        position = places.position.flatten()
+        row = torch.arange(count, device=self.device)
+        return ForwardBatch(
+            token_ids=places.token.flatten(),
+            positions=position,
+            token_row=row.repeat_interleave(verify.width),
+            token_page=places.page.flatten(),
+            token_offset=position % PAGE_SIZE,
+            prefill=_no_rows(self.device),
+            decode=_no_rows(self.device),
+            verify=verify,
+            row_start=places.start,
+            row_end=places.end,
+            starts=(0,) * count,
+            ends=(most * PAGE_SIZE,) * count,
+            seats=verify.seats,
+            page_table=self._visible(verify.seats, places.end, most * PAGE_SIZE),
+            logits_at=torch.arange(count * verify.width, device=self.device),
+        )
+
     def singles(
         self,
         seats: torch.Tensor,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        ends: Sequence[int],
+        ends: Sequence[int] | None,
     ) -> ForwardBatch:
         """One token a row in per-token form, at positions [n] that only the device knows.
 
-        `ends` bound the positions from above. No row has a slot; a token whose position has no
-        page is not stored.
+        `ends` bound the positions from above; None: whatever a page table holds. No row has a slot;
+        a token whose position has no page is not stored.
         """
-        count, limit = len(ends), self.page_table.shape[1] * PAGE_SIZE
-        bounds = tuple(min(end, limit) for end in ends)
+        count, limit = len(seats), self.page_table.shape[1] * PAGE_SIZE
+        bounds = (limit,) * count if ends is None else tuple(min(end, limit) for end in ends)
         page = self._page_at(seats, positions)
         positions = positions.clamp(max=limit - 1)
         row = torch.arange(count + 1, device=self.device)
@@ -182,11 +219,18 @@ class Staging:
             logits_at=row[:-1],
         )
 
-    def _verify_rows(
-        self, seats: torch.Tensor, sent: Sequence[torch.Tensor]
-    ) -> tuple[VerifyRows, _Places]:
-        """Rows and tokens of live seats, from their counters."""
-        state_in, state_out, wanted, export_end, export_slot = sent
+    def _check_room(self, rows: Sequence[Row | VerifyRow], ends: Sequence[int]) -> None:
+        """Raise `Broken` where a row's tokens end beyond the pages of its seat."""
+        for row, end in zip(rows, ends, strict=True):
+            if row.seat >= 0 and end > self._num_pages[row.seat] * PAGE_SIZE:
+                raise Broken(
+                    f"row of {row.request} ends at {end}, its seat {row.seat} holds"
+                    f" {self._num_pages[row.seat]} pages"
+                )
+
+    def _verify_rows(self, numbers: torch.Tensor) -> tuple[VerifyRows, _Places]:
+        """Rows and tokens of live seats, from their counters; numbers as in `live`."""
+        seats, state_in, state_out, wanted, export_end, export_slot = numbers.unbind()
         c = self.counters.of(seats)
         verify = VerifyRows(
             width=self.num_drafts + 1,
@@ -229,8 +273,7 @@ class Staging:
 
     def _send(self, arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
         """One transfer for all of them, whatever their number."""
-        packed = torch.from_numpy(np.concatenate(arrays, dtype=np.int64))
-        sent = packed.to(self.device, non_blocking=True)
+        (sent,) = self.ring.send((np.concatenate(arrays, dtype=np.int64),))
         return torch.split(sent, [len(a) for a in arrays])
 
 
@@ -257,17 +300,25 @@ def _pack_slots(rows: Sequence[Row]) -> tuple[np.ndarray, ...]:
     )
 
 
-def _pack_verify(rows: Sequence[VerifyRow]) -> tuple[np.ndarray, ...]:
-    """What the host decides of verify rows: the arrays of a `VerifyRows` besides the counters'."""
-    exports = [
-        (NONE, NONE) if row.export is None else (row.export.end, row.export.slot) for row in rows
-    ]
-    return (
-        np.array([row.state_in for row in rows], np.int64),
-        np.array([row.state_out for row in rows], np.int64),
-        np.array([row.num_drafts for row in rows], np.int64),
-        *np.array(exports, np.int64).reshape(-1, 2).T,
-    )
+def pack_live(rows: Sequence[VerifyRow], count: int) -> np.ndarray:
+    """What the host decides of live rows: `LIVE_FIELDS` by `count`, int64; no seat beyond `rows`."""
+    numbers = np.full((len(LIVE_FIELDS), count), NONE, np.int64)
+    numbers[3] = 0
+    if rows:
+        numbers[:, : len(rows)] = np.array(
+            [
+                (
+                    row.seat,
+                    row.state_in,
+                    row.state_out,
+                    row.num_drafts,
+                    *((NONE, NONE) if row.export is None else (row.export.end, row.export.slot)),
+                )
+                for row in rows
+            ],
+            np.int64,
+        ).T
+    return numbers
 
 
 def _no_rows(device: torch.device) -> RowSlots:

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from millpond.memory.host_ring import HostRing
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counters:
@@ -34,8 +36,11 @@ class SeatCounters:
     Everything stays at the same address and no call waits for the device.
     """
 
-    def __init__(self, num_seats: int, num_drafts: int, device: torch.device) -> None:
+    def __init__(
+        self, num_seats: int, num_drafts: int, device: torch.device, ring: HostRing | None = None
+    ) -> None:
         self.num_drafts = num_drafts
+        self._ring = ring or HostRing(device)
         # Columns as the fields of `Counters`. The entry before the last is where writes of no seat
         # go, the last stays zero.
         shape = (num_seats + 2, 5 + num_drafts)
@@ -45,7 +50,7 @@ class SeatCounters:
     def reset(self, seats: Sequence[int]) -> None:
         """Seats change hands: nothing is pending, nothing drafted."""
         if seats:
-            self._table[torch.tensor(seats, device=self._table.device)] = 0
+            self._table.index_fill_(0, self._ring.integers(seats), 0)
 
     def of(self, seats: torch.Tensor) -> Counters:
         """The counters of `seats` [n]."""

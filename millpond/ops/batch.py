@@ -9,7 +9,6 @@ verify rows: B rows, K drafts at most.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from itertools import islice
 
 import torch
 
@@ -18,7 +17,8 @@ class WriteLog:
     """What the ops of one forward wrote to slots: one entry a call, in the order of the calls.
 
     An entry is a pair of int64 tensors [n]: the slots, and how many tokens of its row each state
-    folds beyond the row's start. Nothing is copied to the host until `agreed` is asked for.
+    folds beyond the row's start. All calls name the same n targets in the same order: the ends of
+    the rows, then exports. Nothing is copied to the host until `agreed` is asked for.
     """
 
     __slots__ = ("entries",)
@@ -30,18 +30,21 @@ class WriteLog:
         """One call wrote `slots` [n] (negative ids: skipped, and not reported)."""
         self.entries.append((slots, folded))
 
-    def agreed(self) -> frozenset[tuple[int, int]]:
-        """The (slot, folded) pairs that every recorded call wrote; empty without a call."""
+    def common(self) -> torch.Tensor:
+        """By target, the slot and the tokens folded that every call wrote: [2, n] int64, on the
+        device; slot -1 where they differ, or nobody wrote. [2, 0] without a call.
+        """
         if not self.entries:
-            return frozenset()
-        # One transfer for all of them: a device is asked once, not twice a call.
-        numbers = iter(torch.cat([x for entry in self.entries for x in entry]).tolist())
-        calls = []
-        for slots, _ in self.entries:
-            written = list(islice(numbers, len(slots)))
-            folded = islice(numbers, len(slots))
-            calls.append({pair for pair in zip(written, folded, strict=True) if pair[0] >= 0})
-        return frozenset(set.intersection(*calls))
+            return torch.zeros((2, 0), dtype=torch.int64)
+        columns = [x for entry in self.entries for x in entry]
+        calls = torch.cat(columns).view(len(self.entries), 2, -1)
+        same = (calls == calls[0]).flatten(0, 1).all(0)
+        return torch.where(same & (calls[0, 0] >= 0), calls[0], -1)
+
+    def agreed(self) -> frozenset[tuple[int, int]]:
+        """The (slot, folded) pairs that every recorded call wrote; waits for the device."""
+        slots, folded = self.common().tolist()
+        return frozenset(pair for pair in zip(slots, folded, strict=True) if pair[0] >= 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -42,8 +42,11 @@ def test_only_what_every_call_wrote_is_agreed() -> None:
     log = WriteLog()
     assert log.agreed() == frozenset()
     log.record(ints([3, -1, 5]), ints([64, 10, 7]))
-    log.record(ints([5, 3]), ints([7, 65]))
+    log.record(ints([3, -1, 5]), ints([65, 10, 7]))
     assert log.agreed() == {(5, 7)}
+    assert log.common().tolist() == [[-1, -1, 5], [-1, -1, 7]]
+    log.record(ints([3, -1, 6]), ints([64, 10, 7]))
+    assert log.agreed() == frozenset()
 
 
 def test_slots_beyond_two_to_the_31_elements_are_reached() -> None:

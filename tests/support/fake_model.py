@@ -94,15 +94,17 @@ class FakeModel:
 
     def _targets(self, rows: RowSlots, layer: int) -> list[tuple[int, int, int]]:
         targets = [(i, n, int(rows.state_out[i])) for i, n in enumerate(rows.lengths)]
-        if layer not in self.layers_silent:
-            exports = (rows.export_row, rows.export_offset, rows.export_slot)
-            targets += list(zip(*(x.tolist() for x in exports), strict=True))
-        targets = [t for t in targets if t[2] >= 0]
+        of_export, offset, slot = (
+            x.tolist() for x in (rows.export_row, rows.export_offset, rows.export_slot)
+        )
+        if layer in self.layers_silent:
+            slot = [-1] * len(slot)
+        targets += list(zip(of_export, offset, slot, strict=True))
         rows.written.record(
             torch.tensor([t[2] for t in targets], dtype=torch.int64),
             torch.tensor([t[1] for t in targets], dtype=torch.int64),
         )
-        return targets
+        return [t for t in targets if t[2] >= 0]
 
     def _fold(self, layer: int, batch: ForwardBatch, arenas: Arenas) -> torch.Tensor:
         """The checksum after every token [T]; writes states and windows of three tokens."""
