@@ -11,7 +11,7 @@ import torch
 
 from millpond.memory.arena import Arenas
 from millpond.memory.layout import TensorSpec
-from millpond.nn.linear import Linear, TensorSource, per_head
+from millpond.nn.linear import Linear, TensorSource
 from millpond.nn.residual import RMSNorm, ZeroCentredRMSNorm
 from millpond.ops.batch import ForwardBatch
 from millpond.ops.bind import Bound
@@ -155,13 +155,14 @@ class LatentAttention:
         first: int,
     ) -> torch.Tensor | None:
         return self.ops.select(
-            index_query.view(-1, self.index_heads, self.index_dim),
-            head_weights.float() * self.index_heads**-0.5,
+            index_query.unflatten(-1, (self.index_heads, self.index_dim)),
+            head_weights,
             pooled_pages=arenas.pages.view(self.layer, "pooled"),
             batch=batch,
             pool=self.pool,
             top_k=self.top_k,
             scale=self.index_dim**-0.5,
+            weight_scale=self.index_heads**-0.5,
             first=first,
         )
 
@@ -173,13 +174,13 @@ class LatentAttention:
         arenas: Arenas,
     ) -> torch.Tensor:
         out = self.ops.paged_mla(
-            per_head(q.view(-1, self.heads, self.key_dim), self.to_latent, self.ops),
+            self.ops.linear_by_head(q.unflatten(-1, (self.heads, self.key_dim)), self.to_latent),
             arenas.pages.view(self.layer, "latent"),
             batch=batch,
             scale=self.key_dim**-0.5,
             selected=selected,
         )
-        return self.output(per_head(out, self.from_latent, self.ops).flatten(1))
+        return self.output(self.ops.linear_by_head(out, self.from_latent).flatten(1))
 
     def _write(
         self,
@@ -253,7 +254,7 @@ class GatedAttention:
     ) -> None:
         """Write key and value of every token: x [T, hidden]; rope as the layer itself is given."""
         key, value = self.inputs.split_first(x, 2)
-        self._write(key, value, rope, batch, arenas)
+        self._turn_and_write(None, key, value, rope, batch, arenas)
 
     def __call__(
         self,
@@ -286,30 +287,39 @@ class GatedAttention:
         first: int,
     ) -> torch.Tensor:
         key, value, both = self.inputs.split(x)
-        self._write(key, value, rope, batch, arenas)
-        query, gate = both.view(-1, self.heads, 2, self.dim).unbind(2)
-        query = self.ops.rotate_partial(self.q_norm(query.contiguous()), *rope)
+        query, gate = both.unflatten(-1, (self.heads, 2, self.dim)).unbind(2)
+        query = self._turn_and_write(query, key, value, rope, batch, arenas)
         out = self.ops.paged_gqa(
             query,
             arenas.pages.view(self.layer, "key"),
             arenas.pages.view(self.layer, "value"),
             batch=batch,
             scale=self.dim**-0.5,
+            gate=gate,
             first=first,
         )
-        return self.output(self.ops.sigmoid_gate(out, gate.contiguous()).flatten(1))
+        return self.output(out.flatten(1))
 
-    def _write(
+    def _turn_and_write(
         self,
+        query: torch.Tensor | None,
         key: torch.Tensor,
         value: torch.Tensor,
         rope: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
         arenas: Arenas,
-    ) -> None:
-        shape = (-1, self.kv_heads, self.dim)
-        key = self.ops.rotate_partial(self.k_norm(key.view(shape)), *rope)
-        for name, part in (("key", key), ("value", value.view(shape))):
-            self.ops.write_kv(
-                arenas.pages.view(self.layer, name), part, batch.token_page, batch.token_offset
-            )
+    ) -> torch.Tensor | None:
+        shape = (self.kv_heads, self.dim)
+        return self.ops.turn_and_write(
+            query,
+            key.unflatten(-1, shape),
+            value.unflatten(-1, shape),
+            self.q_norm.weight,
+            self.k_norm.weight,
+            *rope,
+            eps=self.q_norm.eps,
+            key_pages=arenas.pages.view(self.layer, "key"),
+            value_pages=arenas.pages.view(self.layer, "value"),
+            token_page=batch.token_page,
+            token_offset=batch.token_offset,
+        )

@@ -104,12 +104,11 @@ class _DeltaCore:
         """qkv [T, channels]; decay, raw, [T, H] or [T, H, K]; beta, raw, [T, H] -> [T, H, V]."""
         window = arenas.slots.view(self.layer, "conv")
         bank = arenas.slots.view(self.layer, "recurrent")
-        out = qkv.new_empty((qkv.shape[0], self.heads.value_heads, self.heads.value_dim))
+        found = []
         for at, rows, conv, delta in self._forms(batch):
             mixed = conv(qkv[at], self.conv, bank=window, rows=rows)
-            out[at] = delta(
-                *self._by_head(mixed), decay[at], beta[at], gate=self.gate, bank=bank, rows=rows
-            )
+            by_head = self._by_head(mixed)
+            found.append(delta(*by_head, decay[at], beta[at], gate=self.gate, bank=bank, rows=rows))
         if batch.verify is not None and batch.verify.num_rows:
             at, seats = slice(batch.first_verify_token, None), arenas.seats
             pending, mixed = self.ops.conv_verify(
@@ -119,18 +118,20 @@ class _DeltaCore:
                 ring=seats.view(self.layer, "ring_conv"),
                 rows=batch.verify,
             )
-            out[at] = self.ops.delta_verify(
-                *self._by_head(mixed),
-                decay[at],
-                beta[at],
-                pending=self._by_head(pending),
-                gate=self.gate,
-                bank=bank,
-                ring_decay=seats.view(self.layer, "ring_decay"),
-                ring_beta=seats.view(self.layer, "ring_beta"),
-                rows=batch.verify,
+            found.append(
+                self.ops.delta_verify(
+                    *self._by_head(mixed),
+                    decay[at],
+                    beta[at],
+                    pending=self._by_head(pending),
+                    gate=self.gate,
+                    bank=bank,
+                    ring_decay=seats.view(self.layer, "ring_decay"),
+                    ring_beta=seats.view(self.layer, "ring_beta"),
+                    rows=batch.verify,
+                )
             )
-        return out
+        return found[0] if len(found) == 1 else torch.cat(found)
 
     def _forms(self, batch: ForwardBatch) -> Iterator[tuple[slice, RowSlots, Op, Op]]:
         """The forms without rings: their tokens, rows, convolution and delta rule."""
@@ -141,9 +142,12 @@ class _DeltaCore:
             yield slice(middle, end), batch.decode, ops.conv_decode, ops.delta_decode
 
     def _by_head(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the convolution gives, [..., channels], as q, k [..., Hk, K] and v [..., H, V]."""
+        """What the convolution gives, [..., channels], as q, k [..., Hk, K] and v [..., H, V].
+
+        Views of its rows.
+        """
         h = self.heads
-        q, k, v = (part.contiguous() for part in mixed.split(h.sizes, -1))
+        q, k, v = mixed.split(h.sizes, -1)
         keys = (h.key_heads, h.key_dim)
         return (
             q.unflatten(-1, keys),
@@ -208,10 +212,7 @@ class KimiDelta:
         """x [T, hidden] -> [T, hidden]."""
         mixed = self.inputs(x)
         qkv = mixed[:, : 3 * self.width]
-        f, g, beta = (
-            part.contiguous()
-            for part in mixed[:, 3 * self.width :].split(self.inputs.sizes[3:], -1)
-        )
+        f, g, beta = mixed[:, 3 * self.width :].split(self.inputs.sizes[3:], -1)
         decay = self.decay(f).view(-1, *self.shape)
         gate = self.output_gate(g).view(-1, *self.shape)
         out = self.core(qkv, decay, beta, batch, arenas)
@@ -266,8 +267,8 @@ class GatedDelta:
 
     def __call__(self, x: torch.Tensor, batch: ForwardBatch, arenas: Arenas) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        qkv, z, beta, decay = self.inputs(x).split(self.inputs.sizes, -1)
-        out = self.core(qkv, decay.contiguous(), beta.contiguous(), batch, arenas)
-        z = z.contiguous().view(-1, *self.shape)
+        qkv, z, beta, decay = self.inputs.split(x)
+        out = self.core(qkv, decay, beta, batch, arenas)
+        z = z.unflatten(-1, self.shape)
         out = self.ops.gated_rms_norm_silu(out, z, self.norm, self.eps)
         return self.output(out.flatten(1))

@@ -1,4 +1,4 @@
-"""Matrices that act on every token of a batch: stacked projections, per-head maps, embedding, head.
+"""Matrices that act on every token of a batch: stacked projections, embedding, head.
 
 Knows the names and shapes of its tensors in a checkpoint; does not know what the products mean.
 """
@@ -9,12 +9,8 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import torch
-from torch.nn.functional import pad
 
 from millpond.ops.bind import Bound
-
-HEAD_ROWS = 16
-"""Per-head products are padded to a multiple of these: no row depends on how many there are."""
 
 
 class TensorSource(Protocol):
@@ -64,23 +60,13 @@ class Linear:
         return self.ops.linear(x, self.weight)
 
     def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """One product, cut into the parts: contiguous [T, rows] each."""
-        parts = self.ops.linear(x, self.weight).split(self.sizes, -1)
-        return tuple(part.contiguous() for part in parts)
+        """One product, cut into the parts: [T, rows] each, views of its rows."""
+        return tuple(self.ops.linear(x, self.weight).split(self.sizes, -1))
 
     def split_first(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
         """As `split`, of the first `count` parts alone: only their rows are multiplied."""
         sizes = self.sizes[:count]
-        parts = self.ops.linear(x, self.weight[: sum(sizes)]).split(sizes, -1)
-        return tuple(part.contiguous() for part in parts)
-
-
-def per_head(x: torch.Tensor, weight: torch.Tensor, ops: Bound) -> torch.Tensor:
-    """x [T, H, K], weight [H, K, N] -> [T, H, N]: every head has a matrix of its own."""
-    tokens = x.shape[0]
-    rows = x.transpose(0, 1)
-    rows = pad(rows, (0, 0, 0, -tokens % HEAD_ROWS)).contiguous()
-    return ops.batched_matmul(rows, weight)[:, :tokens].transpose(0, 1).contiguous()
+        return tuple(self.ops.linear(x, self.weight[: sum(sizes)]).split(sizes, -1))
 
 
 class Embedding:

@@ -44,7 +44,7 @@ class Bound:
     """The ops of a device, chosen. Signatures and meaning: `millpond.ops.reference`."""
 
     linear: Op
-    batched_matmul: Op
+    linear_by_head: Op
     conv_prefill: Op
     conv_decode: Op
     delta_prefill: Op
@@ -55,6 +55,7 @@ class Bound:
     hidden_before_verify: Op
     boundary_verify: Callable[..., None]
     write_kv: Callable[..., None]
+    turn_and_write: Callable[..., torch.Tensor | None]
     paged_gqa: Op
     paged_mla: Op
     pool_keys: Callable[..., None]

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import torch
 
 from millpond.ops.batch import ForwardBatch
+from millpond.ops.reference.dense import rotate_partial, sigmoid_gate, zero_centred_rms_norm
 from millpond.ops.reference.linear import batched_matmul, padded_rows
 
 TILE = 64
@@ -40,6 +41,34 @@ def write_kv(
         cache[page, :, offset] = values
 
 
+def turn_and_write(
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    q_norm: torch.Tensor,
+    k_norm: torch.Tensor,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    *,
+    eps: float,
+    key_pages: torch.Tensor,
+    value_pages: torch.Tensor,
+    token_page: torch.Tensor,
+    token_offset: torch.Tensor,
+) -> torch.Tensor | None:
+    """Queries and keys normalised (zero-centred) and rotated; keys and values into their pages.
+
+    query [T, Hq, D], key, value [T, Hkv, D]; norms [D]; cos, sin [T, n]; pages [Pg, Hkv, 64, D]
+    -> the queries [T, Hq, D], or None of none. As `write_kv` for tokens of no page.
+    """
+    key = rotate_partial(zero_centred_rms_norm(key, k_norm, eps), cos, sin)
+    write_kv(key_pages, key, token_page, token_offset)
+    write_kv(value_pages, value, token_page, token_offset)
+    if query is None:
+        return None
+    return rotate_partial(zero_centred_rms_norm(query, q_norm, eps), cos, sin)
+
+
 def paged_gqa(
     q: torch.Tensor,
     key_pages: torch.Tensor,
@@ -47,18 +76,21 @@ def paged_gqa(
     *,
     batch: ForwardBatch,
     scale: float,
+    gate: torch.Tensor | None = None,
     first: int = 0,
 ) -> torch.Tensor:
     """q [T, Hq, D], key_pages [Pg, Hkv, 64, D], value_pages [Pg, Hkv, 64, Dv] -> [T, Hq, Dv].
 
     Query head h reads key head h // (Hq / Hkv). The keys of this forward must be written already.
-    Positions before `first` are not attended to.
+    Positions before `first` are not attended to. What is found goes through `sigmoid_gate` with
+    `gate` [T, Hq, Dv], if given.
     """
     selected = None
     if first:
         position = torch.arange(batch.page_table.shape[1] * TILE, device=q.device)
         selected = (position >= first).expand(q.shape[0], -1)
-    return _attend(q, key_pages, value_pages, batch=batch, scale=scale, selected=selected)
+    out = _attend(q, key_pages, value_pages, batch=batch, scale=scale, selected=selected)
+    return out if gate is None else sigmoid_gate(out, gate)
 
 
 def paged_mla(

@@ -33,7 +33,7 @@ BACKEND = Backend(
     export_granularity=delta.EXPORT_GRANULARITY,
     ops={
         "linear": linear.linear,
-        "batched_matmul": linear.batched_matmul,
+        "linear_by_head": linear.linear_by_head,
         "conv_prefill": conv.conv_prefill,
         "conv_decode": conv.conv_decode,
         "delta_prefill": delta.delta_prefill,
@@ -44,6 +44,7 @@ BACKEND = Backend(
         "hidden_before_verify": verify.hidden_before_verify,
         "boundary_verify": verify.boundary_verify,
         "write_kv": attention.write_kv,
+        "turn_and_write": attention.turn_and_write,
         "paged_gqa": attention.paged_gqa,
         "paged_mla": attention.paged_mla,
         "pool_keys": indexer.pool_keys,

@@ -78,14 +78,16 @@ def select(
     pool: int,
     top_k: int,
     scale: float,
+    weight_scale: float = 1.0,
     first: int = 0,
 ) -> torch.Tensor | None:
     """Which positions each token attends to: [T, P * 64] bool, or None when that is all its past.
 
-    query [T, Hi, D]; head_weights [T, Hi] fp32; pooled_pages [Pg, 64 / pool, D]. A pool scores
-    sum over heads of weight * relu(q . key * scale), in fp32. Of the complete pools that end at or
-    before a token, the `top_k // pool` best are kept (ties: the lower pool), and always the visible
-    tail: the last (t + 1) mod pool tokens. `top_k` counts tokens. Call after `pool_keys`.
+    query [T, Hi, D]; head_weights [T, Hi]; pooled_pages [Pg, 64 / pool, D]. A pool scores
+    sum over heads of weight * weight_scale * relu(q . key * scale), in fp32. Of the complete pools
+    that end at or before a token, the `top_k // pool` best are kept (ties: the lower pool), and
+    always the visible tail: the last (t + 1) mod pool tokens. `top_k` counts tokens. Call after
+    `pool_keys`.
 
     Positions before `first` are not attended to; a pool that holds one is not scored but kept, and
     counts as one of the best. Where `first` is not 0 there always is a mask.
@@ -93,7 +95,8 @@ def select(
     keep = top_k // pool
     if not first and all(end // pool <= keep for end in batch.ends):
         return None
-    scores = _pool_scores(query, head_weights, pooled_pages, batch, pool, scale)
+    weights = head_weights.float() * weight_scale
+    scores = _pool_scores(query, weights, pooled_pages, batch, pool, scale)
     visible = batch.positions[:, None] + 1
     pools = torch.arange(scores.shape[1], device=query.device)
     candidate = pools < visible // pool
@@ -124,7 +127,7 @@ def _pool_scores(
         token = blocks.token.clamp(min=0)
         q = query[token].float().reshape(count, width * heads, -1)
         q = torch.nn.functional.pad(q, (0, 0, 0, lines - width * heads))
-        weights = head_weights[token].float()[:, :, None]  # [B, W, 1, Hi]
+        weights = head_weights[token][:, :, None]  # [B, W, 1, Hi]
         for tile in range(blocks.max_tiles):
             active = (blocks.tiles > tile).nonzero().squeeze(1)
             keys = page_tile(pooled_pages[:, None], batch, blocks.row[active], tile, pool)[:, 0]

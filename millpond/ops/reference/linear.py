@@ -42,3 +42,10 @@ def batched_matmul(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     lead = a.shape[:-2]
     product = torch.bmm(a.reshape(-1, *a.shape[-2:]), b.reshape(-1, *b.shape[-2:]))
     return product.reshape(*lead, a.shape[-2], b.shape[-1])
+
+
+def linear_by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, H, K], weight [H, K, N] -> [T, H, N]: every head has a matrix of its own."""
+    tokens = x.shape[0]
+    rows = pad(x.transpose(0, 1), (0, 0, 0, padded_rows(tokens) - tokens)).contiguous()
+    return batched_matmul(rows, weight)[:, :tokens].transpose(0, 1).contiguous()

@@ -24,10 +24,12 @@ from millpond.ops.batch import ForwardBatch
 from millpond.ops.triton.live import live
 from millpond.ops.triton.shared import (
     LAUNCH,
+    head_stride,
     power_of_two,
     product,
     rounded,
     row_of_block,
+    sigmoid,
     slot_stride,
     token_stride,
 )
@@ -89,10 +91,11 @@ def paged_gqa(
     *,
     batch: ForwardBatch,
     scale: float,
+    gate: torch.Tensor | None = None,
     first: int = 0,
 ) -> torch.Tensor:
     """As the reference."""
-    return _attend(q, key_pages, value_pages, batch, scale, first, None, GQA)
+    return _attend(q, key_pages, value_pages, batch, scale, first, None, gate, GQA)
 
 
 def paged_mla(
@@ -105,7 +108,7 @@ def paged_mla(
 ) -> torch.Tensor:
     """As the reference. Latents that a token does not select are hardly read for it."""
     pages = latent_pages[:, None]
-    return _attend(q_latent, pages, pages, batch, scale, 0, selected, MLA)
+    return _attend(q_latent, pages, pages, batch, scale, 0, selected, None, MLA)
 
 
 def _attend(
@@ -116,6 +119,7 @@ def _attend(
     scale: float,
     first: int,
     selected: torch.Tensor | None,
+    gate: torch.Tensor | None,
     choice: AttentionChoice,
 ) -> torch.Tensor:
     choice = _of_device(choice, q.device)
@@ -133,6 +137,9 @@ def _attend(
         slot_stride(key_pages), slot_stride(value_pages),
         table.stride(0), mask.stride(0), table.shape[1], first, scale * log2(e),
     )  # fmt: skip
+    passing = out if gate is None else gate
+    gates = (passing, passing.stride(0), head_stride(passing))
+    gated = {"GATED": gate is not None}
     shape = {
         "KV_HEADS": kv_heads, "GROUP": group, "D": dim, "DP": max(16, power_of_two(dim)),
         "DV": value_dim, "DVP": max(16, power_of_two(value_dim)),
@@ -147,8 +154,8 @@ def _attend(
         rows = batch.prefill.num_rows
         blocks = batch.num_prefill_tokens // queries + rows
         _chunk[(blocks, kv_heads * triton.cdiv(group, block))](
-            q, out, batch.prefill.cu_seqlens, rows, *pages, token_stride(q),
-            **shape, HEADS_IN_BLOCK=block, QUERIES=queries,
+            q, out, *gates, batch.prefill.cu_seqlens, rows, *pages, token_stride(q),
+            **shape, **gated, HEADS_IN_BLOCK=block, QUERIES=queries,
             num_warps=choice.chunk_warps, num_stages=choice.chunk_stages, **LAUNCH,
         )  # fmt: skip
 
@@ -173,9 +180,9 @@ def _attend(
             num_warps=choice.single_warps, num_stages=choice.single_stages, **LAUNCH,
         )  # fmt: skip
         _join[(singles, heads)](
-            stats, parts, out, *places, sizes, splits, table.shape[1],
+            stats, parts, out, *gates, *places, sizes, splits, table.shape[1],
             HEADS=heads, DV=value_dim, DVP=shape["DVP"], TILE=TILE, SIZE=GROUPED,
-            SELECTED=selected is not None, **split,
+            SELECTED=selected is not None, **split, **gated,
             num_warps=2, **LAUNCH,
         )  # fmt: skip
     return out
@@ -301,15 +308,24 @@ def _fold_range(
     return top, total, mixed
 
 
+@triton.jit
+def _passed(mixed, gate, KEPT: tl.constexpr):
+    """What a sigmoid of `gate` lets through; roundings as of an output that was stored."""
+    share = rounded(sigmoid(gate), KEPT).to(tl.float32)
+    return rounded(mixed, KEPT).to(tl.float32) * share
+
+
 @live
 def _chunk(
-    q, out, cu_seqlens, count, keys, values, selected, groups, sizes, page_table,
+    q, out, gate, gate_stride, gate_head, cu_seqlens, count,
+    keys, values, selected, groups, sizes, page_table,
     row_start, row_end,
     key_stride, value_stride, table_stride, selected_stride, num_pages, first_position, scale,
     q_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, SAME: tl.constexpr, SELECTED: tl.constexpr,
-    TILE: tl.constexpr, SIZE: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    TILE: tl.constexpr, SIZE: tl.constexpr, GATED: tl.constexpr,
+    HEADS_IN_BLOCK: tl.constexpr, QUERIES: tl.constexpr,
 ):  # fmt: skip
     """QUERIES tokens of a prompt row by heads that share keys, all their past."""
     LINES: tl.constexpr = QUERIES * HEADS_IN_BLOCK
@@ -350,11 +366,12 @@ def _chunk(
         mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
         dv = tl.arange(0, DVP)
         place = (begin + step)[:, None] * (KV_HEADS * GROUP * DV) + head[:, None] * DV
-        tl.store(
-            out + place + dv[None, :],
-            rounded(mixed, out.dtype.element_ty),
-            mask=real[:, None] & (dv < DV)[None, :],
-        )
+        here = real[:, None] & (dv < DV)[None, :]
+        if GATED:
+            passing = (begin + step)[:, None] * gate_stride + head[:, None] * gate_head
+            share = tl.load(gate + passing + dv[None, :], mask=here, other=0.0)
+            mixed = _passed(mixed, share.to(tl.float32), out.dtype.element_ty)
+        tl.store(out + place + dv[None, :], rounded(mixed, out.dtype.element_ty), mask=here)
 
 
 @triton.jit
@@ -443,10 +460,11 @@ def _singles(
 
 @live
 def _join(
-    stats, parts, out, positions, token_row, verify_seats, num_drafts, first_token, first_verify,
-    verify_width, sizes, split_stride, num_pages,
+    stats, parts, out, gate, gate_stride, gate_head, positions, token_row, verify_seats, num_drafts,
+    first_token, first_verify, verify_width, sizes, split_stride, num_pages,
     HEADS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
     SIZE: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr,
+    GATED: tl.constexpr,
 ):  # fmt: skip
     """The splits of one token and head, in rising order; zeros where there is none."""
     token = tl.program_id(0)
@@ -471,5 +489,10 @@ def _join(
         mixed = mixed * shrink + part * grow
         top = new
     mixed = mixed / tl.where(total == 0.0, 1.0, total)
-    place = ((first_token + token).to(tl.int64) * HEADS + tl.program_id(1)) * DV
+    packed = (first_token + token).to(tl.int64)
+    if GATED:
+        passing = gate + packed * gate_stride + tl.program_id(1) * gate_head
+        share = tl.load(passing + dv, mask=dv < DV, other=0.0).to(tl.float32)
+        mixed = _passed(mixed, share, out.dtype.element_ty)
+    place = (packed * HEADS + tl.program_id(1)) * DV
     tl.store(out + place + dv, rounded(mixed, out.dtype.element_ty), mask=dv < DV)

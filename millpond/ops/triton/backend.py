@@ -19,9 +19,10 @@ _OPS = {
     "chunks": ("delta_prefill",),
     "tokens": ("delta_decode", "delta_verify"),
     "slots": ("boundary_store", "hidden_before_verify", "boundary_verify"),
-    "writes": ("write_kv",),
+    "writes": ("write_kv", "turn_and_write"),
     "attention": ("paged_gqa", "paged_mla"),
     "indexer": ("pool_keys", "select"),
+    "products": ("linear", "linear_by_head"),
     "norms": (
         "rms_norm",
         "zero_centred_rms_norm",

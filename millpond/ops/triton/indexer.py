@@ -76,6 +76,7 @@ def select(
     pool: int,
     top_k: int,
     scale: float,
+    weight_scale: float = 1.0,
     first: int = 0,
 ) -> torch.Tensor | None:
     """As the reference, in two launches: scores of all pools, then the selection."""
@@ -91,9 +92,9 @@ def select(
         padded = max(16, power_of_two(heads))
         queries = max(1, LINES // padded)
         inputs = (
-            query, head_weights.float().contiguous(), pooled_pages, scores, batch.positions,
+            query, head_weights, pooled_pages, scores, batch.positions,
             batch.token_row, batch.row_end, table, table.stride(0), most, token_stride(query),
-            slot_stride(pooled_pages), scale,
+            token_stride(head_weights), slot_stride(pooled_pages), scale, weight_scale,
         )  # fmt: skip
         shape = {
             "HEADS": heads, "HP": padded, "D": size, "DP": max(16, power_of_two(size)),
@@ -217,7 +218,8 @@ def _tails(
 @live
 def _scores(
     query, head_weights, pooled_pages, scores, positions, token_row, row_end, page_table,
-    table_stride, num_pools, query_stride, page_stride, scale, cu_seqlens, count, first_token,
+    table_stride, num_pools, query_stride, weight_stride, page_stride, scale, weight_scale,
+    cu_seqlens, count, first_token,
     HEADS: tl.constexpr, HP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     POOL: tl.constexpr, TILE: tl.constexpr, SCORED: tl.constexpr, CHUNK: tl.constexpr,
     QUERIES: tl.constexpr,
@@ -260,7 +262,8 @@ def _scores(
             mask=real[:, None] & (d < D)[None, :],
             other=0.0,
         )
-        weights = tl.load(head_weights + owner * HEADS + head, mask=real, other=0.0)
+        weights = tl.load(head_weights + owner * weight_stride + head, mask=real, other=0.0)
+        weights = weights.to(tl.float32) * weight_scale
         dots = product(queries, tl.trans(keys), queries.dtype, "tf32x3") * scale
         dots = weights[:, None] * tl.where(dots < 0.0, 0.0, dots)  # no maximum: a NaN stays one
         found = tl.sum(tl.reshape(dots, [QUERIES, HP, SCORED]), 1)

@@ -82,6 +82,13 @@ def token_stride(x: torch.Tensor) -> int:
     return x.stride(0)
 
 
+def head_stride(x: torch.Tensor) -> int:
+    """Elements from one head of x [T, H, D] to the next; a head's own are contiguous."""
+    if x.shape[2] > 1 and x.stride(2) != 1:
+        raise ValueError(f"{tuple(x.shape)} with strides {x.stride()}: a head has gaps")
+    return x.stride(1)
+
+
 def slot_stride(bank: torch.Tensor) -> int:
     """Elements from one slot of a bank to the next; a slot's own elements are contiguous."""
     return token_stride(bank)

@@ -79,7 +79,16 @@ def paged(s: Sizes, batch: ForwardBatch) -> None:
     where = batch.token_page, batch.token_offset
     writes.write_kv(keys, view(t, s.kv_heads, s.dim), *where)
     writes.write_kv(latents, view(t, s.rank), *where)
-    attention.paged_gqa(view(t, s.heads, s.dim), keys, keys.clone(), batch=batch, scale=0.1)
+    both, angles = view(t, s.heads, 2, s.dim), zeros(t, s.rotary // 2, dtype=torch.float32)
+    for query in (both[:, :, 0], None):
+        writes.turn_and_write(
+            query, view(t, s.kv_heads, s.dim), view(t, s.kv_heads, s.dim), zeros(s.dim),
+            zeros(s.dim), angles, angles, eps=1e-6, key_pages=keys, value_pages=keys.clone(),
+            token_page=where[0], token_offset=where[1],
+        )  # fmt: skip
+    attention.paged_gqa(
+        view(t, s.heads, s.dim), keys, keys.clone(), batch=batch, scale=0.1, gate=both[:, :, 1]
+    )
     q, mask = view(t, s.latent_heads, s.rank), zeros(t, 64 * batch.page_table.shape[1]).bool()
     for selected in (None, mask):
         attention.paged_mla(q, latents, batch=batch, scale=0.1, selected=selected)
@@ -134,6 +143,7 @@ EXPECTED = {
     "attention._singles": 3,
     "attention._join": 3,
     "writes._write_kv": 2,
+    "writes._turn": 2,  # with and without queries
     "elementwise._swiglu": 2,  # with and without a limit
     "indexer._scores": 2,  # prompt rows, single tokens
     "moe._choose": 2,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 
 from millpond.ops.batch import ForwardBatch
 from millpond.ops.reference import attention as reference
+from millpond.ops.reference.dense import rope_tables
 from tests.ops.batches import make_batch, strided_bank
 from tests.ops.triton.layers import DTYPES, NAN, far, mixed_batch, poisoned, to
 from tests.ops.triton.side_by_side import equal_bytes
@@ -72,6 +74,56 @@ def test_gqa_of_all_forms_equals_the_reference(
     )
     assert found.isfinite().all()
     torch.testing.assert_close(found.cpu(), expected, **within("attention", dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gate_passes_what_was_attended_to(dtype: torch.dtype, device: torch.device) -> None:
+    batch = batch_of_all_forms()
+    keys = filled_pages(batch, (2, 64, 16), dtype, 1)
+    both = random(len(batch.positions), 6, 32, dtype=dtype)
+    both[0, 0, 16:] = 50.0
+    q, gate = both[..., :16].contiguous(), both[..., 16:]
+    expected = reference.paged_gqa(q, keys, keys, batch=batch, scale=SCALE, gate=gate)
+    keys = keys.to(device)
+    found = kernels.paged_gqa(
+        q.to(device), keys, keys, batch=to(batch, device), scale=SCALE,
+        gate=both.to(device)[..., 16:],
+    )  # fmt: skip
+    torch.testing.assert_close(found.cpu(), expected, **within("gated attention", dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kv_heads", [1, 3])
+def test_queries_and_keys_are_turned_and_keys_and_values_written(
+    kv_heads: int, dtype: torch.dtype, device: torch.device
+) -> None:
+    pages, offsets = torch.tensor([3, -1, 0, 3]), torch.tensor([63, 5, 0, 1])
+    heads, dim, half = 2 * kv_heads, 24, 4
+    cos, sin = rope_tables(torch.tensor([0, 5, 1000, 131071]), 2 * half, 1e6)
+    weights = [random(dim, dtype=dtype, made=made) for made in (1, 2)]
+    wide = random(4, (2 * heads + 2 * kv_heads) * dim + 8, dtype=dtype, made=3)
+
+    def call(op: Callable[..., torch.Tensor | None], on: torch.device, asked: bool) -> list:
+        key, value, both, _ = wide.to(on).split(
+            (kv_heads * dim, kv_heads * dim, 2 * heads * dim, 8), 1
+        )
+        caches = [strided_bank(4, (kv_heads, 64, dim), dtype).fill_(NAN).to(on) for _ in "kv"]
+        query = both.unflatten(1, (heads, 2, dim))[:, :, 0] if asked else None
+        out = op(
+            query, key.unflatten(1, (kv_heads, dim)), value.unflatten(1, (kv_heads, dim)),
+            *[w.to(on) for w in weights], cos.to(on), sin.to(on), eps=1e-6,
+            key_pages=caches[0], value_pages=caches[1],
+            token_page=pages.to(on), token_offset=offsets.to(on),
+        )  # fmt: skip
+        return [None if x is None else x.cpu() for x in (out, *caches)]
+
+    for asked in (True, False):
+        expected = call(reference.turn_and_write, torch.device("cpu"), asked)
+        found = call(writes.turn_and_write, device, asked)
+        assert (found[0] is None) is not asked
+        assert equal_bytes(found[2], expected[2])
+        for ours, theirs in zip(found[not asked :], expected[not asked :], strict=True):
+            torch.testing.assert_close(ours, theirs, equal_nan=True, **within("turned", dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

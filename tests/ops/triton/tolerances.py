@@ -43,6 +43,14 @@ TABLE = {
     # Weights rounded to bf16 before they meet the values (2^-9 each, of a mean of order one), then
     # one rounding of the result that may fall to either side.
     ("attention", "bfloat16"): Within(2**-8, UNIT / 2),
+    # The same, then a sigmoid.
+    ("gated attention", "float32"): Within(2e-6, 4e-6),
+    # What is attended to, the sigmoid and their product, each rounded to bf16.
+    ("gated attention", "bfloat16"): Within(2**-8, 3 * UNIT),
+    # A norm, then a rotation of two of its outputs, of order three, that may cancel.
+    ("turned", "float32"): Within(4e-6, 4e-6),
+    # The same; the norm, both products and their sum are rounded to bf16.
+    ("turned", "bfloat16"): Within(2**-5, UNIT),
     # Sums of squares in another order, rsqrt and exp of another library.
     ("norms", "float32"): Within(1e-6, 4e-6),
     # The same before up to three roundings to bf16 (norm, weight, gate), one of which falls to the
@@ -67,7 +75,15 @@ TABLE = {
     # The same, then up to three roundings to bf16 (weight, product, sum) that may fall to either
     # side, of terms of order one that may cancel.
     ("hyper", "bfloat16"): Within(2**-7, UNIT),
+    # Log probabilities of a whole model of four layers: all of the above, in products of a library.
+    ("model", "float32"): Within(1e-4, 1e-4),
+    # States, windows, keys and values of such a model, after up to 330 tokens.
+    ("model", "state"): Within(1e-4, 1e-4),
 }
+
+BF16_NOISE = 1.5
+"""A whole model in bf16 may be so many times as far from fp32 as the reference in bf16 is. Both
+round in the same places; what they sum in another order, they round independently."""
 
 
 def within(op: str, dtype: object) -> dict[str, float]:
