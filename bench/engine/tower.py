@@ -1,0 +1,128 @@
+"""A loaded model with the memory that some workloads need, and engines on it, one at a time."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from bench.engine.drive import Recorder, Watched
+from bench.engine.forced import Forced, repeat_newest
+from bench.engine.models import CONFIGS, Sizes, write
+from bench.engine.timed import Timed
+from millpond.engine.loop import Engine, EngineSettings
+from millpond.executor.uni import UniExecutor
+from millpond.models.base import describe
+from millpond.runtime.worker import Worker, choose_device, choose_dtype, load
+
+RESERVE = 14 << 30
+"""Bytes of a GPU that are left for activations, captured graphs and its own bookkeeping."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """Room for some workloads: sequences at once, tokens of one, tokens of all, checkpoints."""
+
+    seats: int
+    session: int
+    tokens: int
+    checkpoints: int
+    drafts: int = 0
+
+    def with_(self, other: Need) -> Need:
+        """Enough for both, of the same number of drafts."""
+        return Need(
+            seats=max(self.seats, other.seats),
+            session=max(self.session, other.session),
+            tokens=max(self.tokens, other.tokens),
+            checkpoints=max(self.checkpoints, other.checkpoints),
+            drafts=self.drafts,
+        )
+
+
+@dataclass(slots=True)
+class Tower:
+    """One worker, which outlives the engines on it. Each engine begins with empty pools."""
+
+    worker: Worker
+    device: torch.device
+    facts: dict[str, Any]  # sizes and times of the start, for a header
+    forced: Forced | None = None
+    folder: tempfile.TemporaryDirectory[str] | None = None
+
+    def engine(self, **settings: Any) -> Watched:
+        """An engine with these settings; whoever asked closes it before asking again."""
+        recorder = Recorder()
+        timed = Timed(UniExecutor(self.worker), self.device)
+        return Watched(Engine(EngineSettings(**settings), timed, recorder), recorder, timed)
+
+    def counts(self) -> dict[str, int]:
+        """What the worker counted since it was made: kernels compiled, graphs replayed."""
+        return {}
+
+
+def build(
+    model: str | Path,
+    need: Need,
+    *,
+    device: str = "auto",
+    forced: bool = False,
+    debug_poison: bool = False,
+) -> Tower:
+    """Load a model of `bench.engine.models`, or of a directory, for what is needed.
+
+    `forced`: drafts are accepted as the tower's `forced` is told. On a GPU there are as many pages
+    as fit, where that is less than needed.
+    """
+    folder = tempfile.TemporaryDirectory() if model in CONFIGS else None
+    model_dir = Path(model) if folder is None else write(str(model), Path(folder.name))
+    place = choose_device(device)
+    description = describe(model_dir)
+    sizes = Sizes.of(description, choose_dtype("auto", place))
+    slots = need.seats + need.checkpoints + 8
+    pages = -(-need.tokens // 64) + need.seats + 1
+    if place.type == "cuda":
+        left = torch.cuda.mem_get_info(place)[0] - sizes.weights - slots * sizes.slot - RESERVE
+        pages = min(pages, left // sizes.page)
+    began = time.perf_counter()
+    worker = load(
+        model_dir,
+        device=device,
+        load_format="auto" if folder is None else "dummy",
+        num_slots=slots,
+        num_pages=pages,
+        num_seats=need.seats,
+        session_len=need.session,
+        num_draft_tokens=need.drafts,
+        debug_poison=debug_poison,
+    )
+    loaded = time.perf_counter()
+    tower = Tower(worker, place, {}, folder=folder)
+    if forced:
+        repeat_newest(worker.runner.model)
+        if worker.runner.proposer is not None:
+            vocab = worker.capabilities.vocab_size
+            tower.forced = Forced(worker.runner.proposer, vocab, place)
+            worker.runner.proposer = tower.forced
+    if hasattr(worker, "warm_up"):
+        worker.warm_up()
+    tower.facts = {
+        "model": str(model),
+        "dtype": str(choose_dtype("auto", place)).removeprefix("torch."),
+        "drafts": need.drafts,
+        "num_slots": slots,
+        "num_pages": pages,
+        "num_seats": need.seats,
+        "session_len": need.session,
+        "weight_gb": sizes.weights / 1e9,
+        "slot_mb": sizes.slot / 1e6,
+        "page_mb": sizes.page / 1e6,
+        "seat_mb": worker.runner.arenas.seats.spec.num_bytes / 1e6,
+        "load_s": loaded - began,
+        "warm_up_s": time.perf_counter() - loaded,
+    }
+    return tower
