@@ -1,11 +1,18 @@
-"""What every test gets: the Hypothesis profiles. Warnings, markers, timeouts: pyproject.toml.
+"""What every test gets: the Hypothesis profiles, and a GPU or a reason why it is skipped.
+
+Warnings, markers, timeouts: pyproject.toml.
 
 `--hypothesis-profile NAME` chooses one. Without it the runs are few and the same every time.
 """
 
 from __future__ import annotations
 
+import pytest
+import torch
 from hypothesis import HealthCheck, settings
+
+GPUS = {"gpu": 1, "multigpu": 2}
+"""Markers, and how many devices their tests need."""
 
 # No deadline anywhere: a busy machine must not fail a property.
 _COMMON = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
@@ -15,3 +22,10 @@ settings.register_profile("dev", max_examples=100, **_COMMON)
 settings.register_profile("ci", max_examples=400, derandomize=True, print_blob=True, **_COMMON)
 settings.register_profile("nightly", max_examples=20_000, print_blob=True, **_COMMON)
 settings.load_profile("ci-lite")
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Skip what asks for more GPUs than there are."""
+    wanted = max((n for name, n in GPUS.items() if item.get_closest_marker(name)), default=0)
+    if wanted and (found := torch.cuda.device_count()) < wanted:
+        pytest.skip(f"needs {wanted} CUDA device{'s' * (wanted > 1)}, torch sees {found}")

@@ -14,7 +14,7 @@ from millpond.engine.types import EngineRequest, EngineStats, TokenOut
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import SeatLoad, StepPlan
 from millpond.runtime.propose import Live, Proposer
-from tests.exactness.families import MAX_POSITION, VOCAB, executor
+from tests.exactness.families import MAX_POSITION, VOCAB, Kind, executor
 from tests.support.recording import RecordingExecutor, Truth
 
 Text = tuple[int, ...]
@@ -103,7 +103,7 @@ class Served:
 
 
 def make_engine(
-    family: str,
+    family: str | Kind,
     truth: Truth,
     where: str,
     *,
@@ -139,7 +139,7 @@ def make_engine(
 
 
 def serve(
-    family: str,
+    family: str | Kind,
     house: House,
     asks: Sequence[Ask],
     truth: Truth,
@@ -203,7 +203,7 @@ def serve(
     return served
 
 
-def alone(family: str, ask: Ask, truth: Truth) -> list[Text]:
+def alone(family: str | Kind, ask: Ask, truth: Truth) -> list[Text]:
     """The texts of one request on a fresh engine that saves and reuses nothing."""
     house = House(
         settings={"prefix_caching": False, "checkpoint_mode": "off", "max_prefill_tokens": 1024}

@@ -19,7 +19,7 @@ from millpond.models.base import Description, Model, describe
 from millpond.models.weights import Dummy, Weights
 from millpond.ops.bind import AUTO, Bound, bind
 from millpond.runtime.worker import Worker
-from tests.support.products import steady_linear, steady_linear_by_head
+from tests.support.products import PRODUCTS
 from tests.support.recording import RecordingExecutor, Truth
 
 VOCAB = 96
@@ -121,14 +121,13 @@ OTHERS: dict[str, dict[str, Any]] = {
 class Kind:
     """A family's model, where it computes and in what.
 
-    `steady`: dense matrix products in blocks of one size, so that a row's bytes depend on that row
-    alone on every device, and every other op can be held to the same.
+    `products` says how it multiplies: see `tests.support.products`.
     """
 
     family: str
     device: str = "cpu"
     dtype: torch.dtype = torch.float32
-    steady: bool = False
+    products: str = "own"
     backend: str = AUTO
 
     def __str__(self) -> str:
@@ -160,8 +159,7 @@ def built(which: str | Kind) -> Built:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         description = describe(Path(folder))
     ops = bind(device, backend=kind.backend)
-    if kind.steady:
-        ops = replace(ops, linear=steady_linear, linear_by_head=steady_linear_by_head)
+    ops = replace(ops, **PRODUCTS[kind.products])
     family, config = description.family, description.config
     drawn = Dummy(lambda *what: family.draw(config, *what), seed=3)
     model = family.build(config, Weights(drawn, dtype=kind.dtype, device=device), ops)

@@ -45,14 +45,16 @@ ASKS = ((PROMPTS[4], GREEDY), (PROMPTS[2], SEEDED), (OTHER[:118], PENALISED))
 """Prompts of 127, 64 and 118 tokens."""
 
 
-def driver(family: str, num_drafts: int, where: str, *, count_writes: bool = False) -> DraftDriver:
+def driver(
+    family: str | Kind, num_drafts: int, where: str, *, count_writes: bool = False
+) -> DraftDriver:
     sizes = {"num_slots": 40, "num_pages": 60, "num_seats": 8, "num_drafts": num_drafts}
     found = executor(family, TRUTHS[family], where, count_writes=count_writes, **sizes)
     return DraftDriver(found)
 
 
 def scripted(
-    family: str, num_drafts: int, right: int, where: str, *, count_writes: bool = True
+    family: str | Kind, num_drafts: int, right: int, where: str, *, count_writes: bool = True
 ) -> tuple[DraftDriver, Script]:
     made = driver(family, num_drafts, where, count_writes=count_writes)
     script = Script(num_drafts, lambda _: right)
@@ -68,7 +70,7 @@ def begin(made: DraftDriver, prompt: tuple[int, ...], params: SamplingParams) ->
 
 @cache
 def plain(
-    family: str, prompt: tuple[int, ...], params: SamplingParams, index: int = 0
+    family: str | Kind, prompt: tuple[int, ...], params: SamplingParams, index: int = 0
 ) -> tuple[tuple[int, ...], tuple[Emitted, ...]]:
     """The text without drafts, longer than any test needs; what was reported of each token."""
     made = driver(family, 0, "without drafts")
@@ -78,7 +80,7 @@ def plain(
     return run.text, tuple(made.drawn[run.name])
 
 
-def unharmed(family: str, made: DraftDriver) -> bool:
+def unharmed(family: str | Kind, made: DraftDriver) -> bool:
     """Whether nothing differs from plain decode, and nothing was written that was not asked for."""
     assert TRUTHS[family].differences == []
     assert made.executor.bytes_beyond == []
@@ -210,12 +212,8 @@ def test_samples_of_a_fan_out_draft_each_for_itself(family: str) -> None:
     assert unharmed(family, made)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=EXAMPLES // 2)
-@given(data=st.data())
-def test_any_acceptance_any_number_of_drafts_any_neighbours(
-    family: str, data: st.DataObject
-) -> None:
+def accept_and_mix(family: str | Kind, data: st.DataObject) -> None:
+    """Some steps of rows with any acceptance, each compared with its prompt without drafts."""
     num_drafts = data.draw(st.sampled_from(KS), label="K")
     dice = random.Random(data.draw(st.integers(0, 9999), label="acceptance"))
     made = driver(family, num_drafts, "random", count_writes=True)
@@ -249,3 +247,12 @@ def test_any_acceptance_any_number_of_drafts_any_neighbours(
     for run, params in live:
         assert run.text == plain(family, run.prompt, params)[0][: len(run.text)]
     assert unharmed(family, made)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=EXAMPLES // 2)
+@given(data=st.data())
+def test_any_acceptance_any_number_of_drafts_any_neighbours(
+    family: str, data: st.DataObject
+) -> None:
+    accept_and_mix(family, data)

@@ -23,11 +23,11 @@ TRUTHS: defaultdict[str | Kind, Truth] = defaultdict(Truth)
 
 
 @cache
-def expected(family: str, ask: Ask) -> list[Text]:
+def expected(family: str | Kind, ask: Ask) -> list[Text]:
     return alone(family, ask, TRUTHS[family])
 
 
-def check(family: str, house: House, asks: list[Ask], where: str = "engine") -> Served:
+def check(family: str | Kind, house: House, asks: list[Ask], where: str = "engine") -> Served:
     """Serve and compare with each request alone: text, states, pages, bytes written."""
     truth = TRUTHS[family]
     cold = [expected(family, Ask(ask.tokens, ask.params)) for ask in asks]

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import VerifyRow
 from tests.exactness.engines import Ask, Forced, House, Served, Text, serve
-from tests.exactness.families import FAMILIES
+from tests.exactness.families import FAMILIES, Kind
 from tests.exactness.prompts import BASE, OTHER, PROMPTS
 from tests.exactness.test_mtp import PENALISED
 from tests.exactness.test_schedules import EXAMPLES, TRUTHS, houses
@@ -42,13 +42,13 @@ ASKS = (
 
 
 @cache
-def alone(family: str, prompt: Text, params: SamplingParams) -> Served:
+def alone(family: str | Kind, prompt: Text, params: SamplingParams) -> Served:
     """One request by itself, without drafts and without a cache."""
     asks = [Ask(prompt, params)]
     return serve(family, House(settings=NO_CACHE), asks, TRUTHS[family], "alone, without drafts")
 
 
-def forced(family: str, asks: Sequence[Ask], count: int, right: Callable[[], int]) -> Forced:
+def forced(family: str | Kind, asks: Sequence[Ask], count: int, right: Callable[[], int]) -> Forced:
     """A proposer of which so many drafts are accepted."""
     texts = {
         (ask.tokens, ask.params, index): text
@@ -59,7 +59,7 @@ def forced(family: str, asks: Sequence[Ask], count: int, right: Callable[[], int
 
 
 def check(
-    family: str, house: House, asks: Sequence[Ask], right: Callable[[], int] | None = None
+    family: str | Kind, house: House, asks: Sequence[Ask], right: Callable[[], int] | None = None
 ) -> Served:
     """Serve with drafts (the model's own, or forced), and compare with each request alone."""
     truth, k = TRUTHS[family], house.num_drafts
@@ -211,10 +211,8 @@ SOME = st.builds(
 )
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@settings(max_examples=max(8, EXAMPLES // 2))
-@given(data=st.data())
-def test_any_schedule_any_acceptance_any_number_of_drafts(family: str, data: st.DataObject) -> None:
+def schedule_and_mix(family: str | Kind, data: st.DataObject) -> None:
+    """Some requests to an engine drawn at random, each compared with itself alone."""
     house = data.draw(houses(), label="house")
     k = data.draw(st.sampled_from((0, 1, 3, 5, 7)), label="K")
     caching = house.settings["prefix_caching"]
@@ -232,6 +230,13 @@ def test_any_schedule_any_acceptance_any_number_of_drafts(family: str, data: st.
     dice = random.Random(data.draw(st.integers(0, 999), label="dice"))
     right = {None: None, "dice": lambda: dice.randint(0, k)}.get(how, lambda: how)
     check(family, house, data.draw(st.lists(SOME, min_size=2, max_size=4), label="asks"), right)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@settings(max_examples=max(8, EXAMPLES // 2))
+@given(data=st.data())
+def test_any_schedule_any_acceptance_any_number_of_drafts(family: str, data: st.DataObject) -> None:
+    schedule_and_mix(family, data)
 
 
 @pytest.mark.slow

@@ -1,8 +1,9 @@
-"""Matrix products in blocks of one size: a row's bytes depend on no other row, on any device.
+"""Matrix products other than the engine's own, by kind, for models under test.
 
-A library chooses how to multiply by how many rows there are. Given the same number every time it
-chooses the same way, at the price of speed; so a test can ask of all other ops that not a byte
-depends on neighbours.
+`steady`: in blocks of one size. A library chooses how to multiply by how many rows there are; given
+the same number every time it chooses the same way, at the price of speed. So a row's bytes depend
+on no other row on any device, and the same can be asked of all other ops. `halved`: summed in
+another order, as another library would; numbers differ in their last bits.
 """
 
 from __future__ import annotations
@@ -11,6 +12,8 @@ from collections.abc import Callable
 
 import torch
 from torch.nn.functional import linear
+
+from millpond.ops.reference import linear as reference
 
 BLOCK = 64
 
@@ -42,3 +45,23 @@ def _by_blocks(rows: torch.Tensor, times: Callable[[torch.Tensor], torch.Tensor]
         block[: len(some)] = some
         parts.append(times(block))
     return torch.cat(parts)[:count] if parts else times(rows)
+
+
+def halved_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
+    """As the reference, the second half of the sum first; added in fp32, rounded once."""
+    half = x.shape[-1] // 2
+    out = sum(
+        reference.linear(x[..., part].float(), weight[:, part].float())
+        for part in (slice(half, None), slice(half))
+    ).to(x.dtype)
+    return out if bias is None else out + bias.to(x.dtype)
+
+
+PRODUCTS: dict[str, dict[str, Callable[..., torch.Tensor]]] = {
+    "own": {},
+    "steady": {"linear": steady_linear, "linear_by_head": steady_linear_by_head},
+    "halved": {"linear": halved_linear},
+}
+"""By kind: the ops it replaces."""
