@@ -67,6 +67,20 @@ def no_report(rows: int, exports: int, device: torch.device) -> torch.Tensor:
     return torch.full((2, rows + exports), -1, dtype=torch.int64, device=device)
 
 
+def report_for(targets: int, device: torch.device) -> torch.Tensor:
+    """[2, targets] int64, slots and tokens folded: a kernel must tell every entry (`told`)."""
+    return torch.empty((2, targets), dtype=torch.int64, device=device)
+
+
+def aligned(*tokens: torch.Tensor) -> bool:
+    """Whether every token of these tensors begins at a multiple of 16 bytes.
+
+    Follows from the model's sizes, not from the live batch: who cuts tokens out of such a tensor
+    gets such a tensor.
+    """
+    return all((x.data_ptr() | (x.stride(0) * x.itemsize)) % 16 == 0 for x in tokens if x.numel())
+
+
 def power_of_two(n: int) -> int:
     """The next power of two, as tiles need it."""
     return 1 << (n - 1).bit_length()
@@ -171,3 +185,12 @@ def tell(report, target, of, slot, folded, written):
     """Report entry `target` of `of`: what the calling program has written."""
     tl.store(report + target, slot, mask=written & (slot >= 0))
     tl.store(report + of + target, folded, mask=written & (slot >= 0))
+
+
+@triton.jit
+def told(report, target, of, slot, folded, wrote, mine):
+    """Report entry `target` of `of`, if it is the calling program's: what was written, or -1."""
+    slot = slot.to(tl.int64)
+    wrote = wrote & (slot >= 0)
+    tl.store(report + target, tl.where(wrote, slot, -1), mask=mine)
+    tl.store(report + of + target, tl.where(wrote, folded, -1), mask=mine)

@@ -2,9 +2,18 @@
 
 Contract and arithmetic: `millpond.ops.reference.delta.delta_decode` and `.verify.delta_verify`. A
 program holds the states of one head for some value channels, all key channels of them, in fp32
-registers: the slot is read once and written once. Both ops fold a token with the same function on
-the same tile, so that speculation and plain decode fold the same tokens to the same bytes. q, k, v
-may be views of wider rows.
+registers: the slot is read once and written once. Both ops advance a state with the same function
+on the same tile, so that speculation and plain decode fold the same tokens to the same bytes and
+read the same outputs. q, k, v may be views of wider rows.
+
+What bounds verify is not its bytes but the sums over keys, two a token. So a row of the tile lies
+in few threads: the tile is [SPANS, BV, SPAN] with key = span * SPAN + place, which makes Triton
+give a row to SPAN / 4 threads that hold all spans of it; most of a sum is then made within a
+thread, the rest in log2(SPAN / 4) shuffles. And a token's two sums are of the state before it,
+S D k and S D q (D its decay), so neither waits for the other: its output is S D q + (q k) e with
+e its error, and the state itself is touched once more only, S D + e k^T. A form with all sums of a
+run of tokens at once (small matrices) would read the state less often, but round otherwise than
+plain decode does; it was slower, too.
 """
 
 from __future__ import annotations
@@ -20,15 +29,16 @@ from millpond.ops.reference.delta import NORM_EPS, Gate
 from millpond.ops.triton.choices import TokenChoice, token_choice
 from millpond.ops.triton.shared import (
     LAUNCH,
+    aligned,
     kernel,
     log_decay,
-    no_report,
     power_of_two,
+    report_for,
     rounded,
     sigmoid,
     slot_stride,
-    tell,
     token_stride,
+    told,
 )
 
 
@@ -47,8 +57,8 @@ def delta_decode(
     choice = token_choice(v.device)
     count, exports = rows.num_rows, rows.export_slot.shape[0]
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    report = no_report(count, exports, v.device)
-    shape = head_shape(k, v, decay, gate, choice)
+    report = report_for(count + exports, v.device)
+    shape = head_shape(q, k, v, decay, gate, choice)
     if count:
         _decode[(triton.cdiv(shape["V"], shape["BV"]), shape["H"], count)](
             q, k, v, decay, beta, o, gate.a_log, gate.dt_bias, bank,
@@ -82,8 +92,8 @@ def delta_verify(
     count, most = rows.num_rows, rows.width - 1
     _, old_k, old_v = (x.flatten(0, 1) for x in pending)
     o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    report = no_report(count, count, v.device)
-    shape = head_shape(k, v, decay, gate, choice)
+    report = report_for(2 * count, v.device)
+    shape = head_shape(q, k, v, decay, gate, choice, old_k, ring_decay)
     if count:
         _verify[(triton.cdiv(shape["V"], shape["BV"]), shape["H"], count)](
             q, k, v, decay, beta, o, old_k, old_v, gate.a_log, gate.dt_bias, bank,
@@ -101,83 +111,155 @@ def delta_verify(
 
 
 def head_shape(
-    k: torch.Tensor, v: torch.Tensor, decay: torch.Tensor, gate: Gate, choice: TokenChoice
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    decay: torch.Tensor,
+    gate: Gate,
+    choice: TokenChoice,
+    *others: torch.Tensor,
 ) -> dict[str, Any]:
     """What the kernels specialise on, all of it the model's: heads, sizes, the kind of decay."""
     heads, v_dim = v.shape[1:]
     key_heads, k_dim = k.shape[1:]
+    span = min(choice.span, power_of_two(k_dim))
+    values = min(choice.values, power_of_two(v_dim))
+    by_channel = decay.ndim == 3
+    vectors = (q, k, *others) if by_channel else (q, k, *others[:1])
     return {
         "H": heads,
         "HK": key_heads,
         "K": k_dim,
         "V": v_dim,
-        "KP": power_of_two(k_dim),
-        "BV": min(choice.values, power_of_two(v_dim)),
-        "BY_CHANNEL": decay.ndim == 3,
+        "SPANS": power_of_two(k_dim) // span,
+        "SPAN": span,
+        "BV": values,
+        "BY_CHANNEL": by_channel,
         "BOUNDED": gate.lower_bound is not None,
+        "ALIGNED": aligned(*vectors, *((decay,) if by_channel else ())) and k_dim % 16 == 0,
+        # Fewer elements than the threads can hold: some are held by several.
+        "DOUBLED": power_of_two(k_dim) * values < 128 * choice.warps,
         "EPS": NORM_EPS,
     }
 
 
 @triton.jit
-def unit(x, EPS: tl.constexpr):
-    """x [K] to unit length, in fp32."""
-    return x * tl.rsqrt(tl.sum(x * x, 0) + EPS)
+def key_places(SPANS: tl.constexpr, SPAN: tl.constexpr):
+    """The key channels as the tile has them: [SPANS, SPAN]."""
+    return tl.arange(0, SPANS)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
 
 
 @triton.jit
-def fold_token(
-    s, k, v, decay, beta, rate, bias, bound, keys, values,
-    K: tl.constexpr, V: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, EPS: tl.constexpr,
-):  # fmt: skip
-    """s [BV, KP] after one more token; k, v, decay, beta point at that token's values of the head.
+def over_keys(x):
+    """x [SPANS, SPAN] summed."""
+    return tl.sum(tl.sum(x, 0), 0)
 
-    `bias` is [KP] when the decay is by channel, else one number.
+
+@triton.jit
+def read_by(s, x):
+    """s [SPANS, BV, SPAN] times the vector x [SPANS, SPAN]: [BV]."""
+    return tl.sum(tl.sum(s * x[:, None, :], 0), 1)
+
+
+@triton.jit
+def load_keys(at, keys, K: tl.constexpr, ALIGNED: tl.constexpr):
+    """A vector of K channels [SPANS, SPAN], in fp32."""
+    places = at + keys
+    if ALIGNED:
+        places = tl.multiple_of(places, (16, 16))
+    if keys.shape[0] * keys.shape[1] == K:
+        x = tl.load(places)
+    else:
+        x = tl.load(places, mask=keys < K, other=0.0)
+    return x.to(tl.float32)
+
+
+@triton.jit
+def unit(x, EPS: tl.constexpr):
+    """x [SPANS, SPAN] to unit length."""
+    return x * tl.rsqrt(over_keys(x * x) + EPS)
+
+
+@triton.jit
+def load_token(
+    k, v, decay, beta, rate, bias, bound, keys, values,
+    K: tl.constexpr, V: tl.constexpr, BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr,
+    ALIGNED: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Unit key, value, what decay keeps, and weight of the token that the pointers are at.
+
+    `bias` and what is kept are [SPANS, SPAN] when the decay is by channel, else one number.
     """
-    kn = unit(tl.load(k + keys, mask=keys < K, other=0.0).to(tl.float32), EPS)
+    kn = unit(load_keys(k, keys, K, ALIGNED), EPS)
     vs = tl.load(v + values, mask=values < V, other=0.0).to(tl.float32)
     weight = sigmoid(tl.load(beta).to(tl.float32))
     if BY_CHANNEL:
-        raw = tl.load(decay + keys, mask=keys < K, other=0.0).to(tl.float32)
-        s = s * tl.exp(log_decay(raw, rate, bias, bound, BOUNDED))[None, :]
+        raw = load_keys(decay, keys, K, ALIGNED)
     else:
         raw = tl.load(decay).to(tl.float32)
-        s = s * tl.exp(log_decay(raw, rate, bias, bound, BOUNDED))
-    error = weight * (vs - tl.sum(s * kn[None, :], 1))
-    return s + error[:, None] * kn[None, :]
+    return kn, vs, tl.exp(log_decay(raw, rate, bias, bound, BOUNDED)), weight
 
 
 @triton.jit
-def read_state(s, q, keys, K: tl.constexpr, EPS: tl.constexpr):
-    """What the token's query reads of s [BV, KP]: [BV]."""
-    qn = unit(tl.load(q + keys, mask=keys < K, other=0.0).to(tl.float32), EPS) * (K**-0.5)
-    return tl.sum(s * qn[None, :], 1)
+def load_query(q, keys, K: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr):
+    """The token's query [SPANS, SPAN], scaled."""
+    return unit(load_keys(q, keys, K, ALIGNED), EPS) * (K**-0.5)
+
+
+@triton.jit
+def read_decayed(s, x, keep, BY_CHANNEL: tl.constexpr):
+    """What x [SPANS, SPAN] reads of s [SPANS, BV, SPAN] after the decay: [BV]."""
+    if BY_CHANNEL:
+        read = read_by(s, keep * x)
+    else:
+        read = keep * read_by(s, x)
+    return read
+
+
+@triton.jit
+def advance(s, error, kn, keep, BY_CHANNEL: tl.constexpr):
+    """s [SPANS, BV, SPAN] after a token of this error [BV]."""
+    if BY_CHANNEL:
+        s = s * keep[:, None, :]
+    else:
+        s = s * keep
+    return s + error[None, :, None] * kn[:, None, :]
+
+
+@triton.jit
+def state_places(head, keys, values, K: tl.constexpr, V: tl.constexpr):
+    """Where the tile lies in a slot: [SPANS, BV, SPAN]."""
+    return head * (V * K) + values[None, :, None] * K + keys[:, None, :]
 
 
 @triton.jit
 def load_state(bank, slot, head, keys, values, stride, K: tl.constexpr, V: tl.constexpr):
-    """One head's rows `values` of a slot [BV, KP] fp32; zero where there is no slot."""
-    inside = (values < tl.where(slot >= 0, V, 0))[:, None] & (keys < K)[None, :]
-    at = bank + tl.maximum(slot, 0) * stride + head * (V * K)
-    return tl.load(at + values[:, None] * K + keys[None, :], mask=inside, other=0.0)
+    """One head's rows `values` of a slot [SPANS, BV, SPAN] fp32; zero where there is no slot."""
+    at = bank + tl.maximum(slot, 0) * stride + state_places(head, keys, values, K, V)
+    inside = (values < tl.where(slot >= 0, V, 0))[None, :, None] & (keys < K)[:, None, :]
+    return tl.load(at, mask=inside, other=0.0)
 
 
 @triton.jit
-def store_state(bank, slot, s, head, keys, values, stride, K: tl.constexpr, V: tl.constexpr):
-    """s [BV, KP] into one head's rows of a slot, unless there is none.
+def store_state(
+    bank, slot, s, head, keys, values, stride, K: tl.constexpr, V: tl.constexpr,
+    DOUBLED: tl.constexpr,
+):  # fmt: skip
+    """s [SPANS, BV, SPAN] into one head's rows of a slot, unless there is none.
 
-    Small tiles are held by several threads each: all have read the slot before one overwrites it.
+    Where elements are held by several threads each, all have read the slot before one overwrites
+    it.
     """
-    tl.debug_barrier()
-    inside = (values < tl.where(slot >= 0, V, 0))[:, None] & (keys < K)[None, :]
-    at = bank + tl.maximum(slot, 0) * stride + head * (V * K)
-    tl.store(at + values[:, None] * K + keys[None, :], s, mask=inside)
+    if DOUBLED:
+        tl.debug_barrier()
+    at = bank + tl.maximum(slot, 0) * stride + state_places(head, keys, values, K, V)
+    inside = (values < tl.where(slot >= 0, V, 0))[None, :, None] & (keys < K)[:, None, :]
+    tl.store(at, s, mask=inside)
 
 
 @triton.jit
 def load_gate(a_log, dt_bias, head, keys, K: tl.constexpr, BY_CHANNEL: tl.constexpr):
-    """The rate, and the bias: [KP] when the decay is by channel, else one number."""
+    """The rate, and the bias: [SPANS, SPAN] when the decay is by channel, else one number."""
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))
     if BY_CHANNEL:
         bias = tl.load(dt_bias + head * K + keys, mask=keys < K, other=0.0).to(tl.float32)
@@ -192,14 +274,17 @@ def _decode(
     cu_seqlens, state_in, state_out, export_row, export_offset, export_slot, report,
     num_rows, num_exports, bound,
     q_stride, k_stride, v_stride, decay_stride, beta_stride, bank_stride,
-    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr,
-    BV: tl.constexpr, BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, EPS: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    SPANS: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, DOUBLED: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
     """One row and head, BV value channels."""
     head = tl.program_id(1)
     row = tl.program_id(2)
     first = (tl.program_id(0) == 0) & (head == 0)
-    keys = tl.arange(0, KP)
+    of = num_rows + num_exports
+    keys = key_places(SPANS, SPAN)
     values = tl.program_id(0) * BV + tl.arange(0, BV)
     rate, bias = load_gate(a_log, dt_bias, head, keys, K, BY_CHANNEL)
     begin = tl.load(cu_seqlens + row).to(tl.int64)
@@ -211,23 +296,30 @@ def _decode(
     of_decay = head * K if BY_CHANNEL else head
     for step in range(length):
         at = begin + step
-        s = fold_token(
-            s, k + at * k_stride + key_head * K, v + at * v_stride + head * V,
+        kn, vs, keep, weight = load_token(
+            k + at * k_stride + key_head * K, v + at * v_stride + head * V,
             decay + at * decay_stride + of_decay, beta + at * beta_stride + head,
-            rate, bias, bound, keys, values, K, V, BY_CHANNEL, BOUNDED, EPS,
+            rate, bias, bound, keys, values, K, V, BY_CHANNEL, BOUNDED, ALIGNED, EPS,
         )  # fmt: skip
-        read = read_state(s, q + at * q_stride + key_head * K, keys, K, EPS)
+        qn = load_query(q + at * q_stride + key_head * K, keys, K, ALIGNED, EPS)
+        error = weight * (vs - read_decayed(s, kn, keep, BY_CHANNEL))
+        read = read_decayed(s, qn, keep, BY_CHANNEL) + error * over_keys(kn * qn)
+        s = advance(s, error, kn, keep, BY_CHANNEL)
         out = o + (at * H + head) * V + values
         tl.store(out, rounded(read, o.dtype.element_ty), mask=values < V)
         for e in range(num_exports):
             offset = tl.load(export_offset + e).to(tl.int64)
             if (tl.load(export_row + e) == row) & (offset == step + 1):
                 to = tl.load(export_slot + e).to(tl.int64)
-                store_state(bank, to, s, head, keys, values, bank_stride, K, V)
-                tell(report, num_rows + e, num_rows + num_exports, to, offset, first)
+                store_state(bank, to, s, head, keys, values, bank_stride, K, V, DOUBLED)
     to = tl.load(state_out + row).to(tl.int64)
-    store_state(bank, to, s, head, keys, values, bank_stride, K, V)
-    tell(report, row, num_rows + num_exports, to, length, first)
+    store_state(bank, to, s, head, keys, values, bank_stride, K, V, DOUBLED)
+    told(report, row, of, to, length, True, first)
+    for e in range(num_exports):
+        if tl.load(export_row + e) == row:
+            offset = tl.load(export_offset + e).to(tl.int64)
+            reached = (offset >= 1) & (offset <= length)
+            told(report, num_rows + e, of, tl.load(export_slot + e), offset, reached, first)
 
 
 @triton.jit
@@ -246,25 +338,31 @@ def _verify(
     q_stride, k_stride, v_stride, decay_stride, beta_stride, old_k_stride, old_v_stride,
     bank_stride, ring_decay_stride, ring_beta_stride,
     MOST: tl.constexpr,
-    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr,
-    BV: tl.constexpr, BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, EPS: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    SPANS: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, DOUBLED: tl.constexpr,
+    EPS: tl.constexpr,
 ):  # fmt: skip
-    """One verify row and head, BV value channels: replay, the certain token, one write, drafts."""
+    """One verify row and head, BV value channels: replay, the certain token, one write, drafts.
+
+    All tokens take the same path, so that the code of a token is there once.
+    """
     head = tl.program_id(1)
     row = tl.program_id(2)
     wide = row.to(tl.int64)
     first = (tl.program_id(0) == 0) & (head == 0)
-    keys = tl.arange(0, KP)
+    keys = key_places(SPANS, SPAN)
     values = tl.program_id(0) * BV + tl.arange(0, BV)
     seat = tl.load(seats + row).to(tl.int64)
+    to = tl.load(state_out + row).to(tl.int64)
+    export = tl.load(export_slot + row).to(tl.int64)
+    passed = tl.load(export_end + row).to(tl.int64) - tl.load(base + row).to(tl.int64)
+    replayed = tl.load(pending + row).to(tl.int64)
     begin = wide * (MOST + 1)
     filled = 0
     if seat >= 0:
-        rate, bias = load_gate(a_log, dt_bias, head, keys, K, BY_CHANNEL)
-        replayed = tl.load(pending + row).to(tl.int32)
         drafts = tl.load(num_drafts + row).to(tl.int32)
-        export = tl.load(export_slot + row).to(tl.int64)
-        passed = tl.load(export_end + row).to(tl.int64) - tl.load(base + row).to(tl.int64)
+        rate, bias = load_gate(a_log, dt_bias, head, keys, K, BY_CHANNEL)
         held = tl.load(parity + row).to(tl.int64) * MOST
         left = MOST - held
         key_head = head // (H // HK)
@@ -275,53 +373,48 @@ def _verify(
         s = load_state(
             bank, tl.load(state_in + row).to(tl.int64), head, keys, values, bank_stride, K, V
         )
-        for step in range(replayed):
-            at = wide * MOST + step
-            s = fold_token(
-                s, old_k + at * old_k_stride + key_head * K, old_v + at * old_v_stride + head * V,
-                ring_d + (held + step) * per_token, ring_b + (held + step) * H,
-                rate, bias, bound, keys, values, K, V, BY_CHANNEL, BOUNDED, EPS,
+        for own in range(-replayed.to(tl.int32), drafts + 1):
+            if own < 0:
+                entry = replayed + own
+                of_pending = wide * MOST + entry
+                at_k = old_k + of_pending * old_k_stride + key_head * K
+                at_v = old_v + of_pending * old_v_stride + head * V
+                at_decay = ring_d + (held + entry) * per_token
+                at_beta = ring_b + (held + entry) * H
+            else:
+                at = begin + own
+                at_k = k + at * k_stride + key_head * K
+                at_v = v + at * v_stride + head * V
+                at_decay = decay + at * decay_stride + of_decay
+                at_beta = beta + at * beta_stride + head
+            kn, vs, keep, weight = load_token(
+                at_k, at_v, at_decay, at_beta,
+                rate, bias, bound, keys, values, K, V, BY_CHANNEL, BOUNDED, ALIGNED, EPS,
             )  # fmt: skip
-            if step + 1 == passed:
-                store_state(bank, export, s, head, keys, values, bank_stride, K, V)
-        s = fold_token(
-            s, k + begin * k_stride + key_head * K, v + begin * v_stride + head * V,
-            decay + begin * decay_stride + of_decay, beta + begin * beta_stride + head,
-            rate, bias, bound, keys, values, K, V, BY_CHANNEL, BOUNDED, EPS,
-        )  # fmt: skip
-        to = tl.load(state_out + row).to(tl.int64)
-        store_state(bank, to, s, head, keys, values, bank_stride, K, V)
-        tell(report, row, 2 * num_rows, to, replayed + 1, first)
-        if passed == replayed + 1:
-            store_state(bank, export, s, head, keys, values, bank_stride, K, V)
-        reached = (passed >= 1) & (passed <= replayed + 1)
-        tell(report, num_rows + row, 2 * num_rows, export, passed, first & reached)
-        read = read_state(s, q + begin * q_stride + key_head * K, keys, K, EPS)
-        tl.store(
-            o + (begin * H + head) * V + values, rounded(read, o.dtype.element_ty),
-            mask=values < V,
-        )  # fmt: skip
-        for draft in range(drafts):
-            at = begin + draft + 1
-            raw_decay = decay + at * decay_stride + of_decay
-            raw_beta = beta + at * beta_stride + head
-            s = fold_token(
-                s, k + at * k_stride + key_head * K, v + at * v_stride + head * V,
-                raw_decay, raw_beta,
-                rate, bias, bound, keys, values, K, V, BY_CHANNEL, BOUNDED, EPS,
-            )  # fmt: skip
-            read = read_state(s, q + at * q_stride + key_head * K, keys, K, EPS)
-            tl.store(
-                o + (at * H + head) * V + values, rounded(read, o.dtype.element_ty),
-                mask=values < V,
-            )  # fmt: skip
-            if tl.program_id(0) == 0:
+            if own < 0:
+                error = weight * (vs - read_decayed(s, kn, keep, BY_CHANNEL))
+            else:
+                at = begin + own
+                qn = load_query(q + at * q_stride + key_head * K, keys, K, ALIGNED, EPS)
+                error = weight * (vs - read_decayed(s, kn, keep, BY_CHANNEL))
+                read = read_decayed(s, qn, keep, BY_CHANNEL) + error * over_keys(kn * qn)
+                out = o + (at * H + head) * V + values
+                tl.store(out, rounded(read, o.dtype.element_ty), mask=values < V)
+            s = advance(s, error, kn, keep, BY_CHANNEL)
+            if own == 0:
+                store_state(bank, to, s, head, keys, values, bank_stride, K, V, DOUBLED)
+            if (own <= 0) & (passed == replayed + own + 1):
+                store_state(bank, export, s, head, keys, values, bank_stride, K, V, DOUBLED)
+            if (own > 0) & (tl.program_id(0) == 0):
                 if BY_CHANNEL:
-                    _leave(ring_d, (left + draft) * per_token, raw_decay, K, KP)
+                    _leave(ring_d, (left + own - 1) * per_token, at_decay, K, SPANS * SPAN)
                 else:
-                    _leave(ring_d, (left + draft) * per_token, raw_decay, 1, 1)
-                _leave(ring_b, (left + draft) * H, raw_beta, 1, 1)
+                    _leave(ring_d, (left + own - 1) * per_token, at_decay, 1, 1)
+                _leave(ring_b, (left + own - 1) * H, at_beta, 1, 1)
         filled = drafts + 1
+    reached = (passed >= 1) & (passed <= replayed + 1)
+    told(report, row, 2 * num_rows, to, replayed + 1, seat >= 0, first)
+    told(report, num_rows + row, 2 * num_rows, export, passed, (seat >= 0) & reached, first)
     for place in range(filled, MOST + 1):
         nothing = tl.zeros([BV], o.dtype.element_ty)
         tl.store(o + ((begin + place) * H + head) * V + values, nothing, mask=values < V)
