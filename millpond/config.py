@@ -296,8 +296,13 @@ def resolve(
 class _Sizes:
     """The split of one memory budget between slots, pages and seats.
 
-    Slots: one per seat, one spare (the source of a fan-out), and the checkpoint budget. What does
-    not fit is taken from the checkpoints first, then the batch, then the session length.
+    Seats first: each running request has a slot and a seat, and one spare slot is the source of a
+    fan-out. Then the pages of one sequence of the longest length. On a GPU, where memory is what
+    bounds them, checkpoints and pages share the rest as prefixes need them: a checkpoint closes at
+    most a ladder's interval of tokens, so each comes with the pages of one, up to four for each
+    request of the batch; what is left becomes pages. Elsewhere it is four for each request, and
+    pages are what is left. What does not fit is taken from the checkpoints first, then the batch,
+    then the session length.
     """
 
     def __init__(
@@ -314,6 +319,11 @@ class _Sizes:
         self.budget = parse_memory(
             given if given is not None else (0.9 if device == "cuda" else 0.5), available
         )
+        if device == "cuda" and self.budget > available:
+            raise Refused(
+                f"cache_memory={given} is more than the {human(available)} that the GPU has beside"
+                f" weights and activations: ask for less, or for a share such as 0.9"
+            )
         self.pages = config.num_kv_pages or config.num_gpu_blocks or 0
         self.session_len = config.session_len or facts.max_position
         if self.session_len > facts.max_position:
@@ -323,6 +333,8 @@ class _Sizes:
         self.batch = config.max_batch_size or (256 if device == "cuda" else 32)
         budget = config.prefix_cache_state_budget
         self.checkpoints = (4 * self.batch if budget is None else budget) if caching else 0
+        if device == "cuda" and budget is None and caching and config.num_state_slots is None:
+            self.checkpoints = self.with_their_pages(self.checkpoints)
         if config.num_state_slots is None:
             self.fit_slots()
         else:
@@ -339,6 +351,20 @@ class _Sizes:
     def session_pages(self) -> int:
         """Pages of the longest sequence."""
         return -(-self.session_len // PAGE)
+
+    def with_their_pages(self, most: int) -> int:
+        """How many checkpoints have room beside the pages that they go with."""
+        f, config = self.facts, self.config
+        interval = -(-config.checkpoint_interval // config.prefill_save_alignment)
+        tokens = min(interval * config.prefill_save_alignment, self.session_len)
+        runs = (self.batch + 1) * f.slot_bytes + self.batch * f.seat_bytes
+        each = f.slot_bytes
+        if self.pages:  # their number is given: what they leave is for slots
+            runs += self.pages * f.page_bytes
+        else:
+            runs += self.session_pages() * f.page_bytes
+            each += tokens // PAGE * f.page_bytes
+        return max(1, min(most, (self.budget - runs) // each))
 
     def fit_slots(self) -> None:
         """Lower defaults until the slots, and pages for one sequence, fit the budget."""

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -25,8 +25,6 @@ from millpond.engine.grammar import Grammars
 from millpond.engine.loop import Engine
 from millpond.engine.outbox import Sink
 from millpond.engine.settings import EngineSettings
-from millpond.engine.types import EngineRequest
-from millpond.errors import Refused
 from millpond.executor.build import build_executor
 from millpond.front import plan
 from millpond.front.directory import Texts, locate
@@ -35,15 +33,11 @@ from millpond.front.service import Service
 from millpond.front.startup import Startup
 from millpond.front.stores import Weights, open_store
 from millpond.models.base import describe
-from millpond.plan.sampling import SamplingParams
-from millpond.plan.step import Executor
-from millpond.runtime.worker import choose_device, model_facts
+from millpond.runtime.worker import check_weights, choose_device, model_facts
 from millpond.store.config import StoreConfig, store_config
 from millpond.telemetry import logger
 
 log = logger("start")
-WARM_PROMPT = 96
-"""Tokens: more than a page, and no whole number of them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +50,23 @@ class Planned:
     resolved: Resolved
     executor: str
     vocab_size: int
+    config: PytorchEngineConfig
+    speculative: SpeculativeConfig | None = None
     store: StoreConfig | None = None
+
+    def resized(self, available: int) -> Resolved:
+        """The numbers for so many bytes of memory for slots, pages and seats. Raises `Refused`."""
+        resolved = resolve(
+            self.config,
+            self.facts,
+            available=available,
+            device=self.resolved.device,
+            speculative=self.speculative,
+        )
+        for note in resolved.notes:
+            if note not in self.resolved.notes:
+                log.warning("%s", note)
+        return resolved
 
 
 def plan_model(
@@ -76,7 +86,11 @@ def plan_model(
     facts = model_facts(
         description, dtype=config.dtype, device=str(device), num_draft_tokens=drafts
     )
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_memory()
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        check_weights(facts.name, facts.weight_bytes, free)
+    else:
+        free = free_memory()
     available = max(0, free - facts.weight_bytes)
     resolved = resolve(
         config, facts, available=available, device=device.type, speculative=speculative
@@ -88,6 +102,8 @@ def plan_model(
         resolved=resolved,
         executor=config.distributed_executor_backend,
         vocab_size=description.config.vocab_size,
+        config=config,
+        speculative=speculative,
         store=store,
     )
 
@@ -97,25 +113,31 @@ def open_engine(
     *,
     sink: Sink | None = None,
     on_phase: Callable[[str], object] = lambda name: None,
+    on_sized: Callable[[Resolved], object] = lambda resolved: None,
     warm: bool = False,
 ) -> Engine:
     """Load what was planned; the engine is not started. `warm` runs every path once before.
 
-    `on_phase` hears of each phase as it begins: loading, warm-up. Raises `Refused`.
+    `on_phase` hears of each phase as it begins: loading, warm-up, and on a GPU profiling and
+    capture; `on_sized` of the numbers once memory has been measured. Raises `Refused`.
     """
-    settings = _settings(planned)
     with ExitStack() as undo:
-        on_phase("loading")
         weights = None
         if planned.store is not None:  # checksummed beside the loading, which reads the same bytes
             reader = ThreadPoolExecutor(1, "millpond-identity")
             weights = reader.submit(Weights, planned.store, planned.directory, planned.resolved)
             reader.shutdown(wait=False)  # ends when that is done
-        executor = build_executor(planned.directory, planned.resolved, planned.executor)
+        built = build_executor(
+            planned.directory,
+            planned.resolved,
+            planned.executor,
+            warm=warm,
+            resize=planned.resized,
+            on_phase=on_phase,
+        )
+        executor, planned = built.executor, replace(planned, resolved=built.resolved)
         undo.callback(executor.close)
-        if warm:
-            on_phase("warm-up")
-            warm_up(settings, executor)
+        on_sized(planned.resolved)
         store = None
         if planned.store is not None and weights is not None:
             store = open_store(planned.store, weights.result(), planned.resolved, executor)
@@ -124,44 +146,9 @@ def open_engine(
             executor.capabilities.vocab_size,
             planned.eos_token_ids,
         )
-        engine = Engine(settings, executor, sink, grammars=grammars, store=store)
+        engine = Engine(_settings(planned), executor, sink, grammars=grammars, store=store)
         undo.pop_all()  # the engine closes it from here on
     return engine
-
-
-class _Kept:
-    """An executor that outlives the engine which is told to close it."""
-
-    def __init__(self, executor: Executor) -> None:
-        self.capabilities = executor.capabilities
-        self.launch = executor.launch
-
-    def close(self) -> None:
-        """Nothing: it is still needed."""
-
-
-def warm_up(settings: EngineSettings, executor: Executor) -> None:
-    """Run prefill, decoding and sampling once, so that nobody's first request pays for it.
-
-    By an engine of its own, whose ledger and counters are then forgotten. Raises `Refused` when
-    nothing comes out.
-    """
-    engine = Engine(settings, _Kept(executor))
-    token = next(
-        t for t in range(len(settings.eos_token_ids) + 1) if t not in settings.eos_token_ids
-    )
-    for temperature in (0.0, 1.0):
-        room = min(settings.session_len, executor.capabilities.max_position)
-        params = SamplingParams(max_tokens=3, temperature=temperature, ignore_eos=True)
-        prompt = (token,) * max(1, min(WARM_PROMPT, room - params.max_tokens))
-        request = EngineRequest(request_id=f"warm-{temperature}", tokens=prompt, params=params)
-        stream = engine.submit(request)
-        while engine.step():
-            pass
-        last = [delta.finish_reason for delta in stream][-1]
-        if last != "length":
-            raise Refused(f"the model does not run: a first request ended with {last!r}")
-    engine.close(drain=False)
 
 
 def open_service(
@@ -188,10 +175,11 @@ def open_service(
     texts = Texts.read(planned.directory, chat_template)
     texts.fit(planned.vocab_size)
     startup = Startup(begin)
-    engine = open_engine(planned, on_phase=startup.enter)
+    sized: list[Resolved] = []
+    engine = open_engine(planned, on_phase=startup.enter, on_sized=sized.append)
     engine.start()
     startup.enter("ready")
-    return Service.of(texts, planned.resolved, planned.vocab_size, engine, startup, name=name)
+    return Service.of(texts, sized[-1], planned.vocab_size, engine, startup, name=name)
 
 
 def _settings(planned: Planned) -> EngineSettings:

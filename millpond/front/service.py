@@ -95,7 +95,10 @@ class Room:
 
 @dataclass(slots=True)
 class Service:
-    """A model that answers; all is fixed but `draining`, which closes the doors first."""
+    """A model that answers; `draining` closes the doors first.
+
+    All else is fixed, but for the numbers of an engine that measures its memory while it starts.
+    """
 
     name: str
     directory: Path
@@ -136,6 +139,10 @@ class Service:
             engine=engine,
             startup=startup,
         )
+
+    def take_numbers(self, resolved: Resolved) -> None:
+        """Those that the engine has found it can run with."""
+        self.resolved = resolved
 
     @property
     def phase(self) -> str:

@@ -58,6 +58,7 @@ def _apart(flags: ServeFlags, address: socket.socket, options: server.Options) -
             engine.startup,
             name=flags.model_name,
         )
+        engine.sized.add_done_callback(lambda sized: service.take_numbers(sized.result()))
         return _run(service, flags, address, options)
     finally:
         engine.close(drain=False, timeout=10.0)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import time
 
+from millpond.telemetry import logger
+
+log = logger("start")
 READY = "ready"
 
 
@@ -30,8 +33,16 @@ class Startup:
         """Seconds from the beginning to the end, or to now."""
         return (self._entered if self.ready else time.perf_counter()) - self._begin
 
+    @property
+    def summary(self) -> str:
+        """How long it took, in one line."""
+        parts = [f"{name} {seconds:.1f}" for name, seconds in self.seconds.items()]
+        return f"ready after {self.elapsed:.1f} s: {', '.join(parts)}"
+
     def enter(self, phase: str) -> None:
         """The phase so far is over, and `phase` begins."""
         now = time.perf_counter()
         self.seconds[self.phase] = self.seconds.get(self.phase, 0.0) + now - self._entered
         self.phase, self._entered = phase, now
+        if phase == READY:
+            log.info("%s", self.summary)

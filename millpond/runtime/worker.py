@@ -6,25 +6,33 @@ Knows how a model directory becomes something that runs plans; does not know who
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from millpond.config import ModelFacts
-from millpond.errors import Refused
+from millpond.errors import Refused, StepFailed
 from millpond.memory.arena import Arenas
 from millpond.memory.layout import ModelLayout
 from millpond.models.base import Description, Model, describe
 from millpond.models.base import load as load_model
 from millpond.nn.batch import Staging
 from millpond.ops.bind import AUTO, Bound, bind
+from millpond.plan.counts import DeviceCounts
 from millpond.plan.step import PAGE_SIZE, Capabilities, StepPlan, StepResult
+from millpond.runtime.compiled import COMPILATIONS
 from millpond.runtime.propose import DraftModel
 from millpond.runtime.reach import made, memory_of
 from millpond.runtime.runner import ModelRunner
 from millpond.runtime.seats import SeatSampling
+from millpond.runtime.sizing import Meter, Peaks, measure
 from millpond.runtime.verify import Verifier
+from millpond.runtime.warmup import PAGES, SEATS, SLOTS, every_kind, few_kinds
 from millpond.store.memory import RankMemory
+from millpond.units import human
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +43,16 @@ gains little on an idle machine, and on a busy one all wait for it at every prod
 
 MAX_DRAFT_TOKENS = 7
 """A verify row then takes eight places; more drafts than that are hardly ever accepted."""
+
+Progress = Callable[[int, int], None]
+"""Told how many of how many are done."""
+
+Kinds = Callable[[Capabilities], Iterable[StepPlan]]
+
+
+def ignore(done: int, of: int) -> None:
+    """Nobody is told."""
+
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -63,7 +81,13 @@ class Worker:
         debug_poison: bool = False,
         num_threads: int | None = None,
     ) -> None:
+        self.device = device
         self.num_threads = num_threads
+        self._like_this = partial(
+            Worker, model, layout, device=device, vocab_size=vocab_size, max_position=max_position,
+            ops=ops, num_draft_tokens=num_draft_tokens, eos_token_ids=eos_token_ids,
+            num_threads=num_threads,
+        )  # fmt: skip
         self.capabilities = Capabilities(
             num_slots=num_slots,
             num_pages=num_pages,
@@ -85,6 +109,56 @@ class Worker:
         self.runner = ModelRunner(model, arenas, staging, Verifier(seats, ops), proposer)
         self.made = made(layout, ops, device)
 
+    def warm_up(self, progress: Progress = ignore) -> None:
+        """Run steps of every kind, so that no request waits for a kernel, and capture graphs.
+
+        On memory of its own: slots, pages, seats and counters stay as they are. Raises `Refused`
+        when the model does not run.
+        """
+        other = self._like_this(num_slots=SLOTS, num_pages=PAGES, num_seats=SEATS)
+        other.run_through(progress)
+        self.capture(progress)
+        COMPILATIONS.ready()
+
+    def run_through(self, progress: Progress = ignore, kinds: Kinds | None = None) -> None:
+        """Run `kinds` of steps (None: every one on a GPU, a few elsewhere), over whatever is there.
+
+        Takes the first `SLOTS`, `PAGES` and `SEATS`. Raises `Refused` when the model does not run.
+        """
+        if kinds is None:
+            kinds = every_kind if self.device.type == "cuda" else few_kinds
+        plans = tuple(kinds(self.capabilities))
+        for done, plan in enumerate(plans):
+            progress(done, len(plans))
+            try:
+                result = self.execute(plan)
+            except StepFailed as error:
+                if isinstance(error.__cause__, torch.OutOfMemoryError):
+                    raise
+                raise Refused(f"the model does not run: {error}") from error
+            if not all(emitted.finite for emitted in result.emitted):
+                raise Refused(
+                    f"the model does not run: the logits of step {plan.step} are not finite"
+                )
+        progress(len(plans), len(plans))
+
+    def measure(self, prefill_tokens: int, meter: Meter) -> Peaks:
+        """What the largest steps of this batch size and session length take, over what is there.
+
+        `prefill_tokens`: the most that one step folds of prompts. Raises `Refused`.
+        """
+        graphs = getattr(self.runner, "num_graphs", 0)
+        return measure(self.execute, self.capabilities, prefill_tokens, meter, num_graphs=graphs)
+
+    def capture(self, progress: Progress = ignore) -> None:
+        """Capture the graphs of steady steps, where the runner has any."""
+        if hasattr(self.runner, "capture"):
+            self.runner.capture(progress)
+
+    def counts(self) -> DeviceCounts:
+        """Kernels and graphs."""
+        return DeviceCounts(compiles=COMPILATIONS.at_start, late_compiles=COMPILATIONS.late)
+
     def memory(self) -> RankMemory:
         """Slots and pages, as a store may reach them. Raises `Refused`."""
         return memory_of(self.runner.arenas)
@@ -99,6 +173,47 @@ class Worker:
             return self.runner.execute(plan)
         finally:
             torch.set_num_threads(before)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Loaded:
+    """A model on its device, and all that a worker needs besides memory for slots and pages."""
+
+    description: Description
+    model: Model
+    device: torch.device
+    dtype: torch.dtype
+    ops: Bound
+    num_bytes: int  # of the weights
+    num_draft_tokens: int
+    num_threads: int | None
+
+    def worker(
+        self,
+        *,
+        num_slots: int,
+        num_pages: int,
+        num_seats: int,
+        session_len: int | None = None,
+        debug_poison: bool = False,
+    ) -> Worker:
+        """One with memory of this size, for sequences of `session_len` tokens."""
+        config = self.description.config
+        return Worker(
+            self.model,
+            self.description.layout(self.dtype, self.num_draft_tokens),
+            device=self.device,
+            num_slots=num_slots,
+            num_pages=num_pages,
+            num_seats=num_seats,
+            vocab_size=config.vocab_size,
+            max_position=session_len or config.max_position,
+            ops=self.ops,
+            num_draft_tokens=self.num_draft_tokens,
+            eos_token_ids=self.description.eos_token_ids,
+            debug_poison=debug_poison,
+            num_threads=self.num_threads,
+        )
 
 
 def load(
@@ -121,6 +236,47 @@ def load(
     `num_draft_tokens` the model's own draft layer guesses that many tokens a step. Raises `Refused`
     for what the model, the device or a backend cannot do, before weights are read where possible.
     """
+    loaded = load_weights(
+        model_dir,
+        dtype=dtype,
+        device=device,
+        session_len=session_len,
+        load_format=load_format,
+        kda_prefill_backend=kda_prefill_backend,
+        num_draft_tokens=num_draft_tokens,
+    )
+    worker = loaded.worker(
+        num_slots=num_slots,
+        num_pages=num_pages,
+        num_seats=num_seats,
+        session_len=session_len,
+        debug_poison=debug_poison,
+    )
+    log.info(
+        "%s (%s) on %s in %s: %d slots, %d pages, %d seats, %.1f MiB",
+        model_dir.name,
+        loaded.description.model_type,
+        loaded.device,
+        str(loaded.dtype).removeprefix("torch."),
+        num_slots,
+        num_pages,
+        num_seats,
+        worker.runner.arenas.num_bytes / 2**20,
+    )
+    return worker
+
+
+def load_weights(
+    model_dir: Path,
+    *,
+    dtype: str = "auto",
+    device: str = "auto",
+    session_len: int | None = None,
+    load_format: str = "auto",
+    kda_prefill_backend: str = AUTO,
+    num_draft_tokens: int = 0,
+) -> Loaded:
+    """As `load`, but for the memory of slots, pages and seats. Raises `Refused`."""
     place = choose_device(device)
     computing = choose_dtype(dtype, place)
     description = describe(model_dir)
@@ -130,34 +286,21 @@ def load(
     limit = description.config.max_position
     if session_len is not None and session_len > limit:
         raise Refused(f"session_len={session_len} is more than the model's {limit} positions")
-    is_small = description.weight_bytes(computing, ops) < SMALL_MODEL_BYTES
-    worker = Worker(
-        load_model(description, ops, dtype=computing, device=place, load_format=load_format),
-        description.layout(computing, num_draft_tokens),
+    num_bytes = description.weight_bytes(computing, ops)
+    if place.type == "cuda":
+        COMPILATIONS.starting()
+        COMPILATIONS.watch()
+        check_weights(model_dir.name, num_bytes, torch.cuda.mem_get_info(place)[0])
+    return Loaded(
+        description=description,
+        model=load_model(description, ops, dtype=computing, device=place, load_format=load_format),
         device=place,
-        num_slots=num_slots,
-        num_pages=num_pages,
-        num_seats=num_seats,
-        vocab_size=description.config.vocab_size,
-        max_position=session_len or limit,
+        dtype=computing,
         ops=ops,
+        num_bytes=num_bytes,
         num_draft_tokens=num_draft_tokens,
-        eos_token_ids=description.eos_token_ids,
-        debug_poison=debug_poison,
-        num_threads=1 if place.type == "cpu" and is_small else None,
+        num_threads=1 if place.type == "cpu" and num_bytes < SMALL_MODEL_BYTES else None,
     )
-    log.info(
-        "%s (%s) on %s in %s: %d slots, %d pages, %d seats, %.1f MiB",
-        model_dir.name,
-        description.model_type,
-        place,
-        str(computing).removeprefix("torch."),
-        num_slots,
-        num_pages,
-        num_seats,
-        worker.runner.arenas.num_bytes / 2**20,
-    )
-    return worker
 
 
 def _delta_backend(description: Description, kda_prefill_backend: str, dtype: torch.dtype) -> str:
@@ -182,6 +325,15 @@ def check_drafts(description: Description, num_draft_tokens: int) -> None:
     if num_draft_tokens and not description.config.num_draft_layers:
         raise Refused(
             f"{description.model_dir} has no draft layer to make {num_draft_tokens} draft tokens"
+        )
+
+
+def check_weights(name: str, num_bytes: int, free: int) -> None:
+    """Raise `Refused` for weights that a GPU with `free` bytes cannot hold."""
+    if num_bytes > free:
+        raise Refused(
+            f"the weights of {name} take {human(num_bytes)}, the GPU has {human(free)} free: use"
+            " one with more memory, or end what else runs there"
         )
 
 

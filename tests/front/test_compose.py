@@ -13,6 +13,7 @@ import pytest
 
 from millpond import GenerationConfig, PytorchEngineConfig, Refused
 from millpond.engine.settings import EngineSettings
+from millpond.executor.build import Built
 from millpond.front import commands, compose, serving
 from millpond.front.cli import main
 from millpond.front.guard import Limits
@@ -82,7 +83,9 @@ def test_a_template_may_be_handed_in_as_text_or_as_a_file(start, tmp_path):
 def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(monkeypatch):
     plan_model = compose.plan_model
     monkeypatch.setattr(compose, "plan_model", lambda *_: replace(plan_model(*_), vocab_size=3))
-    monkeypatch.setattr(compose, "build_executor", lambda *_: pytest.fail("weights were read"))
+    monkeypatch.setattr(
+        compose, "build_executor", lambda *_, **__: pytest.fail("weights were read")
+    )
     with pytest.raises(Refused, match="tokens, the model only 3"):
         compose.open_service(BUNDLED, CONFIG)
 
@@ -96,7 +99,9 @@ def test_a_start_that_fails_after_loading_gives_the_device_back(monkeypatch):
         ),
         close=lambda: closed.append(True),
     )  # fmt: skip
-    monkeypatch.setattr(compose, "build_executor", lambda *_: small)
+    monkeypatch.setattr(
+        compose, "build_executor", lambda _, numbers, *__, **___: Built(small, numbers)
+    )
     with pytest.raises(Refused, match="max_batch_size 3 exceeds the 1 seats"):
         compose.open_service(BUNDLED, CONFIG)
     assert closed == [True]

@@ -82,7 +82,7 @@ ToEngine: TypeAlias = Submit | Abort | Flush | Count | Prepare | Close
 
 
 class Phase(_Message, frozen=True):
-    """The start has come to a new phase: starting, planning, loading, warm-up."""
+    """The start has come to a new phase: starting, planning, loading, warm-up and so on."""
 
     name: str
 
@@ -94,6 +94,12 @@ class Plan(_Message, frozen=True):
     facts: ModelFacts
     resolved: Resolved
     vocab_size: int
+
+
+class Sized(_Message, frozen=True):
+    """The numbers once memory has been measured, or those of the plan where it is not."""
+
+    resolved: Resolved
 
 
 class Ready(_Message, frozen=True):
@@ -140,4 +146,4 @@ class Failed(_Message, frozen=True):
     refused: bool = False
 
 
-FromEngine: TypeAlias = Phase | Plan | Ready | Deltas | Turned | Done | Declined | Failed
+FromEngine: TypeAlias = Phase | Plan | Sized | Ready | Deltas | Turned | Done | Declined | Failed

@@ -22,4 +22,10 @@ def open_model(start: m.Start, say: Callable[[m.FromEngine], object], sink: Sink
         else SpeculativeConfig.model_validate_json(start.speculative),
     )
     say(m.Plan(str(planned.directory), planned.facts, planned.resolved, planned.vocab_size))
-    return open_engine(planned, sink=sink, on_phase=lambda name: say(m.Phase(name)), warm=True)
+    return open_engine(
+        planned,
+        sink=sink,
+        on_phase=lambda name: say(m.Phase(name)),
+        on_sized=lambda resolved: say(m.Sized(resolved)),
+        warm=True,
+    )

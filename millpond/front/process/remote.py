@@ -24,7 +24,7 @@ from typing import Any
 import msgspec
 import zmq
 
-from millpond.config import PytorchEngineConfig, SpeculativeConfig
+from millpond.config import PytorchEngineConfig, Resolved, SpeculativeConfig
 from millpond.engine import submission
 from millpond.engine.constraint import Constraint
 from millpond.engine.stream import RequestStream, wake
@@ -72,6 +72,7 @@ class RemoteEngine:
     ) -> None:
         self.startup = Startup(phase="starting")
         self._failure: str | None = None
+        self.sized: Future[Resolved] = Future()  # the plan's numbers, or those measured after it
         self._plan: Future[m.Plan] = Future()
         self._ready: Future[m.Ready] = Future()
         self._lock = threading.Lock()  # for what follows
@@ -236,6 +237,8 @@ class RemoteEngine:
             self.startup.enter(message.name)
         elif isinstance(message, m.Plan):
             self._plan.set_result(message)
+        elif isinstance(message, m.Sized):
+            self.sized.set_result(message.resolved)
         elif isinstance(message, m.Ready):
             self._ready.set_result(message)
             self.startup.enter(READY)
