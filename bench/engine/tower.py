@@ -52,7 +52,6 @@ class Tower:
     device: torch.device
     facts: dict[str, Any]  # sizes and times of the start, for a header
     forced: Forced | None = None
-    folder: tempfile.TemporaryDirectory[str] | None = None
 
     def engine(self, **settings: Any) -> Watched:
         """An engine with these settings; whoever asked closes it before asking again."""
@@ -78,39 +77,34 @@ def build(
     `forced`: drafts are accepted as the tower's `forced` is told. On a GPU there are as many pages
     as fit, where that is less than needed.
     """
-    folder = tempfile.TemporaryDirectory() if model in CONFIGS else None
-    model_dir = Path(model) if folder is None else write(str(model), Path(folder.name))
-    place = choose_device(device)
-    description = describe(model_dir)
-    sizes = Sizes.of(description, choose_dtype("auto", place))
-    slots = need.seats + need.checkpoints + 8
-    pages = -(-need.tokens // 64) + need.seats + 1
-    if place.type == "cuda":
-        left = torch.cuda.mem_get_info(place)[0] - sizes.weights - slots * sizes.slot - RESERVE
-        pages = min(pages, left // sizes.page)
     began = time.perf_counter()
-    worker = load(
-        model_dir,
-        device=device,
-        load_format="auto" if folder is None else "dummy",
-        num_slots=slots,
-        num_pages=pages,
-        num_seats=need.seats,
-        session_len=need.session,
-        num_draft_tokens=need.drafts,
-        debug_poison=debug_poison,
-    )
+    with tempfile.TemporaryDirectory() as folder:
+        published = model in CONFIGS
+        model_dir = write(str(model), Path(folder)) if published else Path(model)
+        place = choose_device(device)
+        sizes = Sizes.of(describe(model_dir), choose_dtype("auto", place))
+        slots, pages = room(need, sizes, place)
+        worker = load(
+            model_dir,
+            device=device,
+            load_format="dummy" if published else "auto",
+            num_slots=slots,
+            num_pages=pages,
+            num_seats=need.seats,
+            session_len=need.session,
+            num_draft_tokens=need.drafts,
+            debug_poison=debug_poison,
+        )
     loaded = time.perf_counter()
-    tower = Tower(worker, place, {}, folder=folder)
+    proposer = None
     if forced:
         repeat_newest(worker.runner.model)
         if worker.runner.proposer is not None:
             vocab = worker.capabilities.vocab_size
-            tower.forced = Forced(worker.runner.proposer, vocab, place)
-            worker.runner.proposer = tower.forced
+            proposer = worker.runner.proposer = Forced(worker.runner.proposer, vocab, place)
     if hasattr(worker, "warm_up"):
         worker.warm_up()
-    tower.facts = {
+    facts = {
         "model": str(model),
         "dtype": str(choose_dtype("auto", place)).removeprefix("torch."),
         "drafts": need.drafts,
@@ -125,4 +119,14 @@ def build(
         "load_s": loaded - began,
         "warm_up_s": time.perf_counter() - loaded,
     }
-    return tower
+    return Tower(worker, place, facts, proposer)
+
+
+def room(need: Need, sizes: Sizes, place: torch.device) -> tuple[int, int]:
+    """Slots and pages."""
+    slots = need.seats + need.checkpoints + 8
+    pages = -(-need.tokens // 64) + need.seats + 1
+    if place.type == "cuda":
+        left = torch.cuda.mem_get_info(place)[0] - sizes.weights - slots * sizes.slot - RESERVE
+        pages = min(pages, left // sizes.page)
+    return slots, pages

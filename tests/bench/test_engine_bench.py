@@ -1,0 +1,157 @@
+"""The workloads through real engines at tiny scale: what is asked, measured and recorded."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from bench.engine import __main__ as command
+from bench.engine.drive import percentile
+from bench.engine.kernels import Busy, covered, summary
+from bench.engine.models import Sizes, write
+from bench.engine.tower import build
+from bench.engine.traffic import Conversations, Draw, at_once
+from bench.engine.trials import Lines, Trials, measure
+from bench.engine.workloads import WORKLOADS, Scale, Variant, groups
+from millpond.models.base import describe
+
+TINY = Scale(0.05, 0.05)
+
+
+def variant(letter: str, name: str, scale: Scale = TINY) -> Variant:
+    return next(v for v in WORKLOADS[letter](scale) if v.name == name)
+
+
+def measured(letter: str, name: str, model: str = "tiny-q4", scale: Scale = TINY) -> dict[str, Any]:
+    one = variant(letter, name, scale)
+    tower = build(model, one.need, device="cpu", forced=one.chance is not None)
+    return measure(tower, one, seed=3, limit=60.0).measures()
+
+
+@pytest.mark.parametrize("name", ["off", "on", "on, no hits", "on, warm"])
+def test_a_shared_prefix_is_cached_where_it_can_be(name: str) -> None:
+    found = measured("C", name)
+    asked = variant("C", name).asked
+    sharing = {"on": asked["requests"] - 1, "on, warm": asked["requests"]}.get(name, 0)
+    assert found["cached_tokens"] == sharing * (asked["shared"] // 64 * 64)
+    assert found["finished"] == {"length": asked["requests"]}
+    assert found["short"] == 0
+    assert found["output_tokens"] == asked["requests"] * asked["out"]
+    assert found["wasted_tokens"] == 0
+    assert found["prompt_tokens"] == asked["requests"] * asked["prompt"]
+    assert found["computed_prompt_tokens"] == found["prompt_tokens"] - found["cached_tokens"]
+
+
+def test_conversations_go_on_from_their_answers() -> None:
+    longer = Scale(0.05, 0.1)
+    found = measured("D", "on", scale=longer)
+    asked = variant("D", "on", longer).asked
+    assert found["requests"] == asked["conversations"] * asked["turns"]
+    assert set(found["ttft_by_label_s"]) == {f"turn {t + 1}" for t in range(asked["turns"])}
+    # The answer before is cached with its prompt, in whole pages, and only its last token is not.
+    before = asked["more"] + asked["out"] - 1
+    assert found["cached_tokens"] == asked["conversations"] * (before // 64 * 64)
+
+
+def test_a_turn_begins_when_all_of_the_one_before_have_ended() -> None:
+    traffic = Conversations(Draw(0, 10), count=2, turns=2, more=3, out=1)
+    one, other = traffic.first()
+    assert traffic.after(other, (7,)) == []
+    again = traffic.after(one, (8,))
+    assert [a.label for a in again] == ["turn 2"] * 2
+    assert again[0].tokens[:4] == (*one.tokens, 8)
+    assert again[1].tokens[:4] == (*other.tokens, 7)
+    assert traffic.after(again[0], (1,)) == traffic.after(again[1], (1,)) == []
+
+
+@pytest.mark.parametrize("model, chance", [("tiny-q4", 0.0), ("tiny-q4", 1.0), ("tiny-g8", 1.0)])
+def test_drafts_are_accepted_as_often_as_said(model: str, chance: float) -> None:
+    found = measured("F", f"B, 3 drafts, {chance:g}", model)
+    assert found["draft_tokens"] > 0
+    # What an answer has no use for at its end is not accepted by it.
+    few, many = (0, 0) if chance == 0 else (0.95, 1)
+    assert few <= found["accepted_tokens"] / found["draft_tokens"] <= many
+
+
+def test_requests_arrive_at_their_times() -> None:
+    one = variant("B", "")
+    tower = build("tiny-q4", one.need, device="cpu")
+    watched = tower.engine(**one.settings)
+    run = watched.run(at_once(Draw(1, 512), 3, 20, 2, every=0.05))
+    watched.engine.close()
+    times = sorted(track.submitted - run.began for track in run.tracks)
+    assert times == pytest.approx([0.0, 0.05, 0.1], abs=1e-3)
+    assert all(track.first > track.submitted for track in run.tracks)
+
+
+def test_a_run_out_of_time_is_broken_off_and_says_so() -> None:
+    one = variant("B", "")
+    found = measure(build("tiny-q4", one.need, device="cpu"), one, seed=1, limit=0.0).measures()
+    assert found["cut"]
+    assert found["finished"] == {"abort": 64}
+    assert found["ms_per_token_at_the_end"] is None
+
+
+def test_results_are_on_the_disk_as_they_come(tmp_path: Path) -> None:
+    file = tmp_path / "results" / "engine.jsonl"
+    arguments = "--model tiny-q4 --workloads A,D --trials 1 --scale 0.02 --shrink 0.02"
+    assert command.main([*arguments.split(), "--out", str(file), "--device", "cpu"]) == 0
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [line["kind"] for line in lines] == ["tower"] + ["trial"] * 6
+    assert {"commit", "machine", "versions", "date", "model", "load_s"} <= set(lines[0])
+    trials = [(line["workload"], line["variant"], line["trial"]) for line in lines[1:]]
+    # Variants take turns, after one repetition to warm up.
+    assert trials[2:] == [("D", "off", 0), ("D", "on", 0), ("D", "off", 1), ("D", "on", 1)]
+
+
+def test_a_workload_that_fails_is_recorded_and_the_others_go_on(tmp_path: Path) -> None:
+    trials = Trials(Lines(tmp_path / "lines.jsonl"))
+
+    def fail() -> None:
+        raise ValueError("planted")
+
+    trials.guarded("A", fail)
+    trials.guarded("B", lambda: trials.lines.add("trial", workload="B"))
+    kinds = [json.loads(line)["kind"] for line in trials.lines.path.read_text().splitlines()]
+    assert kinds == ["error", "trial"]
+    assert trials.failed == ["A"]
+
+
+def test_workloads_that_fit_share_a_tower() -> None:
+    variants = [v for letter in "ABCDEF" for v in WORKLOADS[letter](Scale())]
+    found = [
+        (need.drafts, need.session, {v.workload for v in ones}) for need, ones in groups(variants)
+    ]
+    assert found[0] == (0, 8192 + 128 + 8, {"A", "B", "C", "D", "F"})
+    assert (0, 32770 + 32, {"E"}) in found
+    assert [drafts for drafts, _, letters in found if letters == {"F"}] == [1, 3, 5]
+
+
+def test_the_models_are_of_the_published_sizes(tmp_path: Path) -> None:
+    q4 = Sizes.of(describe(write("q4", tmp_path)), torch.bfloat16)
+    # 24 layers of 2 MiB of state and 48 KiB of window each, and one hidden vector.
+    assert q4.slot == 51_511_296 + 2 * 2560
+    assert q4.page == 64 * (32_768 + 4_096)
+    assert q4.weights == pytest.approx(2 * (4.206e9 + 121e6), rel=2e-3)
+    g8 = Sizes.of(describe(write("g8", tmp_path)), torch.bfloat16)
+    assert g8.slot == 6 * 4_341_760 + 2 * 4096
+    assert g8.page == 3 * 64 * (1024 + 64)
+    assert 93e9 < g8.weights < 94e9  # leaves a third of 141 GB
+
+
+def test_kernels_that_overlap_count_once() -> None:
+    events = [Busy("a", 0, 10), Busy("b", 5, 12), Busy("a", 20, 30)]
+    assert covered(events) == 22
+    found = summary(events, first=3, steps=2, seconds=44e-6)
+    assert found["idle"] == pytest.approx(0.5)
+    assert found["kernels"][0] == {"name": "a", "per_step": 1.0, "us_per_step": 10.0}
+
+
+def test_percentiles_are_values_that_were_measured() -> None:
+    assert percentile([3.0, 1.0, 2.0], 50) == 2.0
+    assert percentile([float(i) for i in range(100)], 99) == 98.0
+    assert percentile([], 99) is None
