@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from millpond.memory.host_ring import HostRing
-from millpond.memory.layout import EntrySpec, ModelLayout
+from millpond.memory.layout import EntrySpec, ModelLayout, TensorSpec
 
 NAN_BYTE = 0xFF
 """Repeated, this is a NaN in float32, bfloat16, float16 and float64 alike."""
@@ -33,17 +33,20 @@ class Arena:
         self._ring = ring or HostRing(device)
         self.storage = _zero_bytes((count, spec.num_bytes), device)
         self._views = {
-            (tensor.layer, tensor.name): (
-                self.storage[:, offset : offset + tensor.num_bytes]
-                .view(tensor.dtype)
-                .view(count, *tensor.shape)
-            )
+            (tensor.layer, tensor.name): self._view(tensor, offset)
             for tensor, offset in zip(spec.tensors, spec.offsets(), strict=True)
         }
 
     def view(self, layer: int, name: str) -> torch.Tensor:
         """One layer's tensor of every entry, `[count, *shape]`: a strided view, never a copy."""
         return self._views[layer, name]
+
+    def _view(self, tensor: TensorSpec, offset: int) -> torch.Tensor:
+        shape = (self.count, *tensor.shape)
+        if not tensor.num_bytes:  # an empty range of bytes cannot be called anything else
+            return torch.empty(shape, dtype=tensor.dtype, device=self.storage.device)
+        part = self.storage[:, offset : offset + tensor.num_bytes]
+        return part.view(tensor.dtype).view(shape)
 
     def has(self, layer: int, name: str) -> bool:
         """Whether an entry holds such a tensor."""

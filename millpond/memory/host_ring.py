@@ -197,7 +197,9 @@ class HostRing:
 class Arrival:
     """Bytes on their way to the host. Not read yet, they keep their stage."""
 
-    def __init__(self, stage: torch.Tensor, num_bytes: int, mark: Mark, free: list[torch.Tensor]) -> None:
+    def __init__(
+        self, stage: torch.Tensor, num_bytes: int, mark: Mark, free: list[torch.Tensor]
+    ) -> None:
         self._stage, self._num_bytes, self._mark, self._free = stage, num_bytes, mark, free
 
     def wait(self) -> np.ndarray:

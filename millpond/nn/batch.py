@@ -54,6 +54,7 @@ class Staging:
         ring: HostRing | None = None,
     ) -> None:
         self.device = device
+        self.num_seats = num_seats
         self.num_drafts = num_drafts
         self.ring = ring or HostRing(device)
         self.counters = SeatCounters(num_seats, num_drafts, device, self.ring)
@@ -301,7 +302,7 @@ def _pack_slots(rows: Sequence[Row]) -> tuple[np.ndarray, ...]:
 
 
 def pack_live(rows: Sequence[VerifyRow], count: int) -> np.ndarray:
-    """What the host decides of live rows: `LIVE_FIELDS` by `count`, int64; no seat beyond `rows`."""
+    """What the host decides of live rows: `LIVE_FIELDS` by `count`, int64; the rest has no seat."""
     numbers = np.full((len(LIVE_FIELDS), count), NONE, np.int64)
     numbers[3] = 0
     if rows:

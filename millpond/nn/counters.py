@@ -41,33 +41,33 @@ class SeatCounters:
     ) -> None:
         self.num_drafts = num_drafts
         self._ring = ring or HostRing(device)
-        # Columns as the fields of `Counters`. The entry before the last is where writes of no seat
-        # go, the last stays zero.
-        shape = (num_seats + 2, 5 + num_drafts)
+        # Rows as the fields of `Counters`: kernels want each of them contiguous by seat. The entry
+        # before the last is where writes of no seat go, the last stays zero.
+        shape = (5 + num_drafts, num_seats + 2)
         self._table = torch.zeros(shape, dtype=torch.int64, device=device)
         self._num_seats = num_seats
 
     def reset(self, seats: Sequence[int]) -> None:
         """Seats change hands: nothing is pending, nothing drafted."""
         if seats:
-            self._table.index_fill_(0, self._ring.integers(seats), 0)
+            self._table.index_fill_(1, self._ring.integers(seats), 0)
 
     def of(self, seats: torch.Tensor) -> Counters:
         """The counters of `seats` [n]."""
-        rows = self._table.index_select(0, torch.where(seats < 0, self._num_seats + 1, seats))
-        base, pending, first, num_drafts, parity = rows[:, :5].unbind(1)
+        rows = self._table.index_select(1, torch.where(seats < 0, self._num_seats + 1, seats))
+        base, pending, first, num_drafts, parity = rows[:5].unbind()
         return Counters(
             base=base,
             pending=pending,
             first=first,
             num_drafts=num_drafts,
             parity=parity,
-            drafts=rows[:, 5:],
+            drafts=rows[5:].T,
         )
 
     def put(self, seats: torch.Tensor, counters: Counters) -> None:
         """Write the counters of `seats` [n], each at most once."""
         c = counters
-        numbers = torch.stack((c.base, c.pending, c.first, c.num_drafts, c.parity), 1)
+        numbers = torch.stack((c.base, c.pending, c.first, c.num_drafts, c.parity))
         at = torch.where(seats < 0, self._num_seats, seats)
-        self._table[at] = torch.cat((numbers, c.drafts), 1)
+        self._table.index_copy_(1, at, torch.cat((numbers, c.drafts.T)))

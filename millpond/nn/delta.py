@@ -64,8 +64,6 @@ def ring_tensors(
 
     `decay` is the shape of a token's decay input: (heads,), or (heads, key_dim) if by key channel.
     """
-    if not num_drafts:
-        return ()
     of_token = {
         "ring_conv": (heads.channels,),
         "ring_decay": decay,

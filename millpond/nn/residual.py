@@ -26,7 +26,7 @@ def boundary_tensors(
     ring = TensorSpec(BOUNDARY_LAYER, RING_NAME, (2, num_drafts, hidden), dtype)
     return (
         TensorSpec(BOUNDARY_LAYER, BOUNDARY_NAME, (hidden,), dtype),
-        (ring,) if num_drafts else (),
+        (ring,),
     )
 
 
@@ -106,14 +106,14 @@ def hidden_before(
     reads and writes one slot.
     """
     bank = arenas.slots.view(BOUNDARY_LAYER, BOUNDARY_NAME)
-    middle = batch.first_verify_token
-    previous = _before_known(hidden[:middle], bank, batch)
-    rows = batch.verify
+    middle, rows = batch.first_verify_token, batch.verify
     if rows is None or not rows.num_rows:
-        return previous
+        return _before_known(hidden, bank, batch)
     ring = arenas.seats.view(BOUNDARY_LAYER, RING_NAME)
-    of_drafts = ops.hidden_before_verify(hidden[middle:], bank=bank, ring=ring, rows=rows)
-    return torch.cat((previous, of_drafts))
+    of_verify = ops.hidden_before_verify(hidden[middle:], bank=bank, ring=ring, rows=rows)
+    if not middle:
+        return of_verify
+    return torch.cat((_before_known(hidden[:middle], bank, batch), of_verify))
 
 
 def _before_known(hidden: torch.Tensor, bank: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:

@@ -14,6 +14,7 @@ import torch
 from millpond.memory.arena import Arenas
 from millpond.models.base import Model
 from millpond.nn.batch import Staging
+from millpond.ops.reference.sampling import SamplingRows
 from millpond.runtime.seats import SeatSampling
 
 
@@ -52,13 +53,27 @@ class DraftModel:
 
     def propose(self, live: Live) -> torch.Tensor:
         """Token ids [n, K] int64; writes the draft layer's entries of `live.position` and on."""
-        count = self._staging.num_drafts
-        token, hidden, selected = live.token, live.hidden, None
         rows = self._seats.rows(live.seats, live.seat)
         generated = self._seats.generated(live.seat) if self._seats.counting(live.seats) else None
-        ends = tuple(end + count for end in live.ends)
+        ends = tuple(end + self._staging.num_drafts for end in live.ends)
+        return self._chain(live, rows, generated, ends)
+
+    def propose_plain(self, live: Live) -> torch.Tensor:
+        """As `propose`, for seats that draw by noise and filters alone and that the host need not
+        name: `live.seats` and `live.ends` are not looked at.
+        """
+        return self._chain(live, self._seats.plain_rows(live.seat), None, None)
+
+    def _chain(
+        self,
+        live: Live,
+        rows: SamplingRows,
+        generated: torch.Tensor | None,
+        ends: tuple[int, ...] | None,
+    ) -> torch.Tensor:
+        token, hidden, selected = live.token, live.hidden, None
         drafts = []
-        for step in range(count):
+        for step in range(self._staging.num_drafts):
             position = live.position + step
             batch = self._staging.singles(live.seat, token, position, ends)
             hidden, selected = self._model.draft(batch, hidden, self._arenas, selected)

@@ -1,41 +1,66 @@
 """One step on one rank: a plan is staged, run, sampled and reported.
 
 Knows the order of things on the device and what a step must report; knows neither requests nor
-leases, and holds no state besides the seats' tables.
+leases, and holds no state besides the seats' tables. Launching a step never waits for the device.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
+import msgspec
+import numpy as np
 import torch
 
 from millpond.errors import Broken, StepFailed
 from millpond.memory.arena import Arenas
+from millpond.memory.host_ring import Landing
 from millpond.models.base import Model
-from millpond.nn.batch import Staging
-from millpond.nn.counters import Counters
-from millpond.ops.batch import ForwardBatch, WriteLog
-from millpond.plan.step import (
-    FanOut,
-    RowLogprobs,
-    SeatLoad,
-    StepPlan,
-    StepResult,
-    Written,
-)
-from millpond.runtime.propose import Live, Proposer
+from millpond.nn.batch import NONE, Staging
+from millpond.ops.batch import ForwardBatch
+from millpond.plan.step import FanOut, SeatLoad, StepPlan, StepResult, VerifyRow, Written
+from millpond.runtime.going import Going, after_known, after_verify
+from millpond.runtime.graphs import capturer_of
+from millpond.runtime.outcome import Asked, outcome, prompt_scores
+from millpond.runtime.propose import DraftModel, Proposer
+from millpond.runtime.report import Layout, pack
+from millpond.runtime.steady import Progress, SteadySteps, is_steady
 from millpond.runtime.verify import Drafted, Drawn, Verifier, Wanted, wanted
 from millpond.state.lease import SlotId
 
 log = logging.getLogger(__name__)
 
+Finish = Callable[[], StepResult]
+
+Target = tuple[SlotId, int]
+"""A slot that a row is to write, and where the row starts."""
+
+
+class InFlight:
+    """A step that was launched."""
+
+    __slots__ = ("_finish", "_step")
+
+    def __init__(self, step: int, finish: Finish) -> None:
+        self._step = step
+        self._finish = finish
+
+    def result(self) -> StepResult:
+        """Wait for the step's end. Raises `StepFailed`, with the cause. To be called once."""
+        try:
+            return self._finish()
+        except Exception as cause:
+            log.exception("step %d failed", self._step)
+            raise StepFailed(f"step {self._step}: {type(cause).__name__}: {cause}") from cause
+
 
 class ModelRunner:
-    """Runs plans against one model and its arenas, one at a time.
+    """Runs plans against one model and its arenas, in the order in which they are launched.
 
-    Without a `proposer` no step drafts, and no plan may hold verify rows.
+    Without a `proposer` no step drafts, and no plan may verify any drafts. Steps of live rows alone
+    are replayed where `capture` has recorded them.
     """
 
     def __init__(
@@ -51,110 +76,180 @@ class ModelRunner:
         self.staging = staging
         self.verifier = verifier
         self.proposer = proposer
+        self._landing = Landing(staging.device)
+        self._steady: SteadySteps | None = None
+
+    @property
+    def num_captures(self) -> int:
+        """Graphs that were recorded."""
+        return 0 if self._steady is None else self._steady.num_captures
+
+    @property
+    def num_replays(self) -> int:
+        """How often one of them ran."""
+        return 0 if self._steady is None else self._steady.num_replays
+
+    def capture(self, progress: Progress | None = None) -> None:
+        """Record steps of live rows, of every number of rows there are seats for.
+
+        Runs the model on rows of no seat: nothing in the arenas changes. Call between steps.
+        """
+        own = self.proposer if isinstance(self.proposer, DraftModel) else None
+        capturer = capturer_of(self.staging.device)
+        self._steady = SteadySteps(
+            self.model, self.arenas, self.staging, self.verifier.seats, own, capturer
+        )
+        self._steady.capture(self.staging.num_seats, progress or (lambda done, total: None))
 
     def execute(self, plan: StepPlan) -> StepResult:
-        """Run `plan` to its end. Raises `StepFailed`, with the cause; the next plan may still run.
+        """Run `plan` to its end. Raises `StepFailed`; the next plan may still run."""
+        return self.launch(plan).result()
+
+    def launch(self, plan: StepPlan) -> InFlight:
+        """Hand `plan` to the device. What goes wrong, also here, is raised by its result.
 
         After a failure the seats of the plan's rows hold nothing anyone may rely on; requests come
         back with a seat load of their own.
         """
         try:
             with torch.inference_mode():
-                return self._execute(plan)
-        except Exception as cause:
-            log.exception("step %d failed", plan.step)
-            raise StepFailed(f"step {plan.step}: {type(cause).__name__}: {cause}") from cause
+                finish = self._launch(plan)
+        except Exception as cause:  # noqa: BLE001 -- raised where the result is asked for
+            finish = partial(_raise, cause)
+        return InFlight(plan.step, finish)
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _launch(self, plan: StepPlan) -> Finish:
         self.arenas.slots.fill_nan(plan.poison_slots)
         self.arenas.pages.fill_nan(plan.poison_pages)
         self._load_seats(plan.seat_loads)
         self.staging.update(plan.page_updates)
         if not (plan.prefill or plan.decode or plan.verify):
-            return StepResult(step=plan.step)
-        if plan.verify and self.proposer is None:
+            return partial(StepResult, step=plan.step)
+        if self.proposer is None and any(row.num_drafts for row in plan.verify):
             raise Broken(f"step {plan.step} verifies drafts, and there is nobody who makes them")
+        if self._steady is not None and is_steady(plan):
+            finish = self._launch_steady(self._steady, plan)
+            if finish is not None:
+                return finish
         want = wanted(plan, self.staging.num_drafts + 1)
         batch = self.staging.batch(plan, want.at)
         hidden = self.model.forward(batch, self.arenas)
-        drawn, scores = self._sample(plan, want, hidden, batch)
-        self._fan_out(plan.fan_outs)
-        if drawn is None:
-            return StepResult(step=plan.step, written=_report(plan, batch), prompt_logprobs=scores)
-        if self.proposer is not None:
-            drafts = self._propose(self.proposer, plan, want, hidden, batch, drawn)
-            if plan.tell_drafts:
-                drawn = drawn.telling(plan.tell_drafts, drafts)
-        outcome = self.verifier.report(drawn)
-        return StepResult(
-            step=plan.step,
-            emitted=outcome.emitted,
-            verified=outcome.verified,
-            written=_report(plan, batch, outcome.bases),
-            prompt_logprobs=scores,
-            drafts=outcome.drafts,
-        )
+        written = _logged(plan, batch)
+        drafted = Drafted.of(plan, batch)
+        return self._tail(plan, want, hidden, batch.logits_at, drafted, written)
 
-    def _sample(
-        self, plan: StepPlan, want: Wanted, hidden: torch.Tensor, batch: ForwardBatch
-    ) -> tuple[Drawn | None, tuple[RowLogprobs, ...]]:
-        if not want.at:
-            return None, ()
-        rows = hidden.index_select(0, batch.logits_at)
-        drawn_from, scored = rows[: want.num_drawn], rows[want.num_drawn :]
-        drawn = None
-        if want.num_drawn:
-            drafted = Drafted.of(plan, batch)
-            drawn = self.verifier.draw(
-                want.draws, self.model.logits(drawn_from), drafted, plan.masks
+    def _launch_steady(self, steady: SteadySteps, plan: StepPlan) -> Finish | None:
+        """Replay the plan, its tail only where that draws by noise and filters alone."""
+        bucket = steady.forward(plan.verify)
+        if bucket is None:
+            return None
+        seats = tuple(row.seat for row in plan.verify)
+        width, count = self.staging.num_drafts + 1, len(seats)
+        plain = self.verifier.seats.is_plain
+        if (
+            plan.masks
+            or plan.tell_drafts
+            or self.proposer is not steady.proposer
+            or not all(plain(row.seat, row.start + 1) for row in plan.verify)
+        ):
+            after = bucket.forwarded.first(count)
+            drafted = Drafted(seats, after.rows, after.tokens)
+            want = wanted(plan, width)
+            return self._tail(plan, want, after.hidden, None, drafted, [after.written])
+        arrival = self._landing.receive(steady.tail(bucket))
+
+        def finish() -> StepResult:
+            *drawn, written = bucket.layout.read(arrival.wait())
+            found = outcome(Asked((), seats, width), tuple(drawn))
+            return StepResult(
+                step=plan.step,
+                emitted=found.emitted,
+                verified=found.verified,
+                written=_of_verify(plan.verify, found.bases, written),
             )
-        return drawn, self.verifier.score_prompts(want.scored, scored, self.model.logits)
 
-    def _propose(
+        return finish
+
+    def _tail(
         self,
-        proposer: Proposer,
         plan: StepPlan,
         want: Wanted,
         hidden: torch.Tensor,
-        batch: ForwardBatch,
+        at: torch.Tensor | None,
+        drafted: Drafted | None,
+        written: Sequence[torch.Tensor],
+    ) -> Finish:
+        """All after the forward: hidden [T, hidden]; the wanted ones are `at`, or all of them."""
+        rows = hidden if at is None else hidden.index_select(0, at)
+        drawn_from, scored = rows[: want.num_drawn], rows[want.num_drawn :]
+        drawn = None
+        if want.num_drawn:
+            logits = self.model.logits(drawn_from)
+            drawn = self.verifier.draw(want.draws, logits, drafted, plan.masks)
+        scores = self.verifier.score_prompts(want.scored, scored, self.model.logits)
+        self._fan_out(plan.fan_outs)
+        if drawn is not None:
+            drafts = self._go_on(plan, want, hidden, drafted, drawn)
+            if plan.tell_drafts:
+                drawn = self.verifier.telling(drawn, plan.tell_drafts, drafts)
+        parts = (*(() if drawn is None else drawn.parts), *scores, *written)
+        layout, arrival = Layout.of(parts), self._landing.receive(pack(parts))
+        asked = None if drawn is None else drawn.asked
+
+        def finish() -> StepResult:
+            numbers = layout.read(arrival.wait())
+            first_written = len(numbers) - len(written)
+            logs = numbers[first_written:]
+            reported = _of_known(plan, logs)
+            result = StepResult(step=plan.step, written=reported)
+            if asked is not None:
+                found = outcome(asked, numbers[: first_written - len(scores)])
+                if plan.verify:
+                    reported += _of_verify(plan.verify, found.bases, logs[-1])
+                result = StepResult(
+                    step=plan.step,
+                    emitted=found.emitted,
+                    verified=found.verified,
+                    written=reported,
+                    drafts=found.drafts,
+                )
+            if scores:
+                of_scores = numbers[first_written - len(scores) : first_written]
+                result = msgspec.structs.replace(
+                    result, prompt_logprobs=prompt_scores(want.scored, of_scores)
+                )
+            return result
+
+        return finish
+
+    def _go_on(
+        self,
+        plan: StepPlan,
+        want: Wanted,
+        hidden: torch.Tensor,
+        drafted: Drafted | None,
         drawn: Drawn,
     ) -> torch.Tensor:
         """Draft for every seat that drew, and set its counters. -> the drafts [n, K] int64."""
-        numbers = [(d.seat, d.position, want.at[d.row]) for d in want.draws]
-        seat, base, last = self.verifier.seats.tensor(numbers).reshape(-1, 3).unbind(1)
-        pending = torch.zeros_like(base)
-        parity = torch.zeros_like(base)
-        ends = [d.position + 1 for d in want.draws]
-        if batch.verify is not None:
-            rows = batch.verify
-            row = torch.arange(rows.num_rows, device=base.device) * rows.width
-            seat = torch.cat((seat, rows.seats))
-            base = torch.cat((base, rows.base + rows.pending + 1))
-            pending = torch.cat((pending, drawn.accepted))
-            parity = torch.cat((parity, 1 - rows.parity))
-            last = torch.cat((last, batch.first_verify_token + row + drawn.accepted))
-            ends += [row.end + row.num_drafts + 1 for row in plan.verify]
-        drafts = proposer.propose(
-            Live(
-                seats=drawn.known + drawn.verify,
-                seat=seat,
-                token=drawn.last,
-                position=base + pending,
-                hidden=hidden.index_select(0, last),
-                ends=tuple(ends),
+        count, parts = len(want.draws), list[Going]()
+        if count:
+            seats = tuple(d.seat for d in want.draws)
+            numbers = self.staging.ring.integers(
+                (seats, [d.position for d in want.draws], [want.at[d.row] for d in want.draws])
             )
-        )
-        self.staging.counters.put(
-            seat,
-            Counters(
-                base=base,
-                pending=pending,
-                first=drawn.last,
-                num_drafts=torch.full_like(base, drafts.shape[1]),
-                parity=parity,
-                drafts=drafts,
-            ),
-        )
+            ends = tuple(d.position + 1 for d in want.draws)
+            parts.append(after_known(seats, ends, numbers, drawn.token[:count], hidden))
+        if drafted is not None:
+            rows = drafted.rows
+            ends = tuple(row.end + row.num_drafts + 1 for row in plan.verify)
+            places = drawn.token[count:].view(-1, rows.width)
+            of_rows = hidden[len(hidden) - rows.num_tokens :]
+            parts.append(after_verify(drafted.seats, ends, rows, places, drawn.accepted, of_rows))
+        going = parts[0] if len(parts) == 1 else parts[0].then(parts[1])
+        drafts = going.live.token.new_empty((len(going.live.seat), 0))
+        if self.proposer is not None:
+            drafts = self.proposer.propose(going.live)
+        self.staging.counters.put(going.live.seat, going.counters(drafts))
         return drafts
 
     def _load_seats(self, loads: Sequence[SeatLoad]) -> None:
@@ -173,37 +268,55 @@ class ModelRunner:
         self.arenas.pages.copy([source for source, _ in partial], [target for _, target in partial])
 
 
-def _report(plan: StepPlan, batch: ForwardBatch, bases: Sequence[int] = ()) -> tuple[Written, ...]:
-    """What all layers wrote, as (slot, end), in the order of the plan's rows.
+def _raise(cause: Exception) -> StepResult:
+    raise cause
 
-    `bases`: where the input slots of the verify rows really ended.
-    """
-    written = [
-        found
-        for rows, slots in ((plan.prefill, batch.prefill), (plan.decode, batch.decode))
-        for found in _written(
-            {
-                slot: row.start
-                for row in rows
-                for slot in (row.state_out, *(export.slot for export in row.exports))
-            },
-            slots.written,
-        )
+
+def _logged(plan: StepPlan, batch: ForwardBatch) -> list[torch.Tensor]:
+    """What was written by each form of the plan that has rows, in the order of the forms."""
+    logs = [
+        form.written.common()
+        for rows, form in ((plan.prefill, batch.prefill), (plan.decode, batch.decode))
+        if rows
     ]
-    if batch.verify is not None:
-        starts: dict[SlotId, int] = {}
-        for verifying, base in zip(plan.verify, bases, strict=True):
-            starts[verifying.state_out] = base
-            if verifying.export is not None:
-                starts[verifying.export.slot] = base
-        written += _written(starts, batch.verify.written)
-    return tuple(written)
+    return logs if batch.verify is None else [*logs, batch.verify.written.common()]
 
 
-def _written(start_of: Mapping[SlotId, int], log: WriteLog) -> list[Written]:
-    """`start_of` the rows that name each slot as an output."""
-    agreed = sorted(log.agreed())
-    strange = [slot for slot, _ in agreed if slot not in start_of]
-    if strange:
-        raise Broken(f"slots {strange} were written, the plan names no such outputs")
-    return [Written(SlotId(slot), start_of[SlotId(slot)] + folded) for slot, folded in agreed]
+def _of_known(plan: StepPlan, logs: Sequence[np.ndarray]) -> tuple[Written, ...]:
+    """What the known rows wrote, form by form: their ends, then their exports."""
+    found: list[Written] = []
+    for rows, log in zip((r for r in (plan.prefill, plan.decode) if r), logs, strict=False):
+        targets = [(row.state_out, row.start) for row in rows]
+        targets += [(export.slot, row.start) for row in rows for export in row.exports]
+        found += _written(targets, log)
+    return tuple(found)
+
+
+def _of_verify(
+    rows: Sequence[VerifyRow], bases: Sequence[int], log: np.ndarray
+) -> tuple[Written, ...]:
+    """What verify rows wrote. `bases`: where their input slots really ended; of the rows in `log`
+    [2, 2 B], those after `rows` are nobody's.
+    """
+    ends, exports = np.split(log, 2, 1)
+    targets = [(row.state_out, base) for row, base in zip(rows, bases, strict=True)]
+    found = _written(targets, ends[:, : len(rows)])
+    conditional = [
+        (SlotId(NONE) if row.export is None else row.export.slot, base)
+        for row, base in zip(rows, bases, strict=True)
+    ]
+    return tuple(found + _written(conditional, exports[:, : len(rows)]))
+
+
+def _written(targets: Sequence[Target], log: np.ndarray) -> list[Written]:
+    """`log` [2, n]: by target, the slot that all layers wrote or -1, and the tokens folded."""
+    found: list[Written] = []
+    if not log.shape[1]:  # no layer writes slots
+        return found
+    for (wanted_slot, start), slot, folded in zip(targets, *log.tolist(), strict=True):
+        if slot < 0:
+            continue
+        if slot != wanted_slot:
+            raise Broken(f"slot {slot} was written, the plan names no such output")
+        found.append(Written(SlotId(slot), start + folded))
+    return found

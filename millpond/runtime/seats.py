@@ -13,6 +13,7 @@ import numpy as np
 import torch
 
 from millpond.errors import Broken
+from millpond.memory.host_ring import HostRing
 from millpond.ops.batch import Sampled
 from millpond.ops.bind import Bound
 from millpond.ops.reference.sampling import SamplingRows
@@ -38,17 +39,22 @@ class SeatSampling:
         device: torch.device,
         ops: Bound,
         eos_token_ids: Sequence[int] = (),
+        ring: HostRing | None = None,
     ) -> None:
         self.vocab_size = vocab_size
         self.device = device
+        self.ring = ring or HostRing(device)
         self._ops = ops
         self._eos = tuple(eos_token_ids)
         self._params: list[SamplingParams | None] = [None] * num_seats
         self._prompt_len = [0] * num_seats
-        # Columns: temperature, top_p, min_p, repetition, presence, frequency.
-        self._floats = torch.zeros((num_seats, 6), dtype=torch.float32, device=device)
-        # Columns: top_k, seed, sample index.
-        self._integers = torch.zeros((num_seats, 3), dtype=torch.int64, device=device)
+        # Rows: temperature, top_p, min_p, repetition, presence, frequency. Kernels want each one
+        # contiguous by seat.
+        self._floats = torch.zeros((6, num_seats), dtype=torch.float32, device=device)
+        # Rows: top_k, seed, sample index.
+        self._integers = torch.zeros((3, num_seats), dtype=torch.int64, device=device)
+        self._no_integers = torch.zeros(0, dtype=torch.int64, device=device)
+        self._no_floats = torch.zeros(0, dtype=torch.float32, device=device)
         # Made when the first request with penalties comes: most traffic has none.
         self._generated: torch.Tensor | None = None  # [seats, V] int32
         self._in_prompt: torch.Tensor | None = None  # [seats, V] bool
@@ -73,9 +79,15 @@ class SeatSampling:
                 )
             )
             integers.append((p.top_k, _signed(p.seed), load.sample_index))
-        seats = self.tensor([load.seat for load in loads])
-        self._floats[seats] = torch.tensor(floats, dtype=torch.float32, device=self.device)
-        self._integers[seats] = self.tensor(integers)
+        seats, of_float, of_integer = self.ring.send(
+            (
+                np.array([load.seat for load in loads], np.int64),
+                np.array(floats, np.float32).T,
+                np.array(integers, np.int64).T,
+            )
+        )
+        self._floats[:, seats] = of_float
+        self._integers[:, seats] = of_integer
         for load in loads:
             if load.params.has_penalties:
                 self._count(load)
@@ -89,25 +101,25 @@ class SeatSampling:
             raise LookupError(f"seat {seat} draws a token and was never loaded")
         return params
 
-    def rows(self, seats: Sequence[int], seat: torch.Tensor) -> SamplingRows:
-        """How the rows of `seats` draw; `seat` [M] is the same on the device.
+    def is_plain(self, seat: int, position: int) -> bool:
+        """Whether drawing for `position` and on needs no more than `plain_rows` says."""
+        p = self.params(seat)
+        return (
+            not p.has_penalties
+            and not p.logit_bias
+            and p.logprobs is None
+            and (p.min_tokens == 0 or position >= self._prompt_len[seat] + p.min_tokens)
+        )
 
-        Positions are left zero, and nothing is counted yet: `choose` is told both.
+    def plain_rows(self, seat: torch.Tensor) -> SamplingRows:
+        """How rows of seats [M] draw by noise and filters alone; the host need not know the seats.
+
+        Positions are left zero.
         """
-        params = [self.params(s) for s in seats]
         at = seat.clamp(min=0)
-        floats = self._floats.index_select(0, at).unbind(1)
-        integers = self._integers.index_select(0, at).unbind(1)
-        any_penalty = any(p.has_penalties for p in params)
-        bias = [(i, t, v) for i, p in enumerate(params) for t, v in p.logit_bias]
-        forbidden = [
-            (i, token, self._prompt_len[s] + p.min_tokens)
-            for i, (s, p) in enumerate(zip(seats, params, strict=True))
-            if p.min_tokens > 0
-            for token in self._ends(p)
-        ]
-        places = self.tensor([(i, t) for i, t, _ in bias]).reshape(-1, 2)
-        barred = self.tensor(forbidden).reshape(-1, 3)
+        floats = self._floats.index_select(1, at).unbind()
+        integers = self._integers.index_select(1, at).unbind()
+        none = self._no_integers
         return SamplingRows(
             temperature=floats[0],
             top_p=floats[1],
@@ -120,18 +132,60 @@ class SeatSampling:
             sample_index=integers[2],
             position=torch.zeros_like(at),
             generated=None,
-            in_prompt=self._in_prompt[at] if any_penalty and self._in_prompt is not None else None,
-            bias_row=places[:, 0],
-            bias_token=places[:, 1],
-            bias_value=torch.tensor(
-                [v for _, _, v in bias], dtype=torch.float32, device=self.device
+            in_prompt=None,
+            bias_row=none,
+            bias_token=none,
+            bias_value=self._no_floats,
+            forbidden_row=none,
+            forbidden_token=none,
+            forbidden_until=none,
+            any_filter=True,
+            any_penalty=False,
+            any_noise=True,
+        )
+
+    def rows(self, seats: Sequence[int], seat: torch.Tensor) -> SamplingRows:
+        """How the rows of `seats` draw; `seat` [M] is the same on the device.
+
+        Positions are left zero, and nothing is counted yet: `choose` is told both.
+        """
+        params = [self.params(s) for s in seats]
+        any_penalty = any(p.has_penalties for p in params)
+        rows = replace(
+            self.plain_rows(seat),
+            in_prompt=(
+                self._in_prompt.index_select(0, seat.clamp(min=0))
+                if any_penalty and self._in_prompt is not None
+                else None
             ),
-            forbidden_row=barred[:, 0],
-            forbidden_token=barred[:, 1],
-            forbidden_until=barred[:, 2],
             any_filter=any(p.top_k > 0 or p.top_p < 1.0 or p.min_p > 0.0 for p in params),
             any_penalty=any_penalty,
             any_noise=any(p.temperature > 0.0 for p in params),
+        )
+        bias = [(i, t, v) for i, p in enumerate(params) for t, v in p.logit_bias]
+        forbidden = [
+            (i, token, self._prompt_len[s] + p.min_tokens)
+            for i, (s, p) in enumerate(zip(seats, params, strict=True))
+            if p.min_tokens > 0
+            for token in self._ends(p)
+        ]
+        if not bias and not forbidden:
+            return rows
+        places, values, barred = self.ring.send(
+            (
+                np.array([(i, t) for i, t, _ in bias], np.int64).reshape(-1, 2),
+                np.array([v for _, _, v in bias], np.float32),
+                np.array(forbidden, np.int64).reshape(-1, 3),
+            )
+        )
+        return replace(
+            rows,
+            bias_row=places[:, 0],
+            bias_token=places[:, 1],
+            bias_value=values,
+            forbidden_row=barred[:, 0],
+            forbidden_token=barred[:, 1],
+            forbidden_until=barred[:, 2],
         )
 
     def choose(
@@ -164,13 +218,9 @@ class SeatSampling:
         """Count those of `tokens` [n] that `counted` [n] bool names; a seat may have several."""
         counting = [i for i, s in enumerate(seats) if self.params(s).has_penalties]
         if counting and self._generated is not None:
-            at = self.tensor(counting)
+            at = self.ring.integers(counting)
             place = seat.index_select(0, at), tokens.index_select(0, at)
             self._generated.index_put_(place, counted.index_select(0, at).int(), accumulate=True)
-
-    def tensor(self, values: Sequence[object]) -> torch.Tensor:
-        """Integers, on the device."""
-        return torch.tensor(values, dtype=torch.int64, device=self.device)
 
     def _ends(self, params: SamplingParams) -> tuple[int, ...]:
         ends = params.stop_token_ids + (() if params.ignore_eos else self._eos)
@@ -182,12 +232,12 @@ class SeatSampling:
             shape = (len(self._params), self.vocab_size)
             self._generated = torch.zeros(shape, dtype=torch.int32, device=self.device)
             self._in_prompt = torch.zeros(shape, dtype=torch.bool, device=self.device)
-        generated = np.bincount(
-            np.array(load.tokens[load.prompt_len :], np.int64), minlength=self.vocab_size
+        prompt, text = np.split(np.array(load.tokens, np.int64), [load.prompt_len])
+        generated, prompt_tokens = self.ring.send(
+            (np.bincount(text, minlength=self.vocab_size).astype(np.int32), prompt)
         )
-        self._generated[load.seat] = torch.from_numpy(generated).to(self._generated)
-        self._in_prompt[load.seat] = False
-        self._in_prompt[load.seat, self.tensor(load.tokens[: load.prompt_len])] = True
+        self._generated[load.seat] = generated
+        self._in_prompt[load.seat].zero_().index_fill_(0, prompt_tokens, True)
 
 
 def _signed(seed: int) -> int:

@@ -185,10 +185,11 @@ def test_drafts_without_room_are_dropped_and_known_tokens_without_room_are_a_def
     assert isinstance(caught.value.__cause__, Broken)
 
 
-def test_a_runner_without_drafts_knows_no_verify_rows() -> None:
+def test_a_runner_without_drafts_verifies_none() -> None:
     made, run = live_run("qwen", 0)
+    row = verify_row(made, run, num_drafts=1)
     with pytest.raises(StepFailed, match="nobody who makes them"):
-        made.executor.worker.execute(StepPlan(step=9, verify=(verify_row(made, run),)))
+        made.executor.worker.execute(StepPlan(step=9, verify=(row,)))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

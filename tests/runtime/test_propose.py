@@ -97,15 +97,15 @@ def test_a_draft_layer_that_agrees_with_the_target_is_always_right() -> None:
     hidden = torch.full((4, 1), -1.0)
     drafts = proposer.propose(
         Live(
-            seats=first.known,
+            seats=(0, 1, 2, 3),
             seat=torch.arange(4),
-            token=first.last,
+            token=first.token,
             position=torch.full((4,), 3),
             hidden=hidden,
             ends=(4,) * 4,
         )
     )
-    tokens = first.last
+    tokens = first.token
     for step in range(4):
         logits = torch.cat([target_logits(int(token)) for token in tokens])
         drawn = verifier.draw([Draw(Seat(s), s, 4 + step) for s in range(4)], logits, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -12,8 +13,11 @@ from millpond.ops.bind import bind
 from millpond.ops.reference.sampling import log_probabilities
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import Emitted, Row, SeatLoad, StepPlan, Verified, VerifyRow
+from millpond.runtime.outcome import Outcome, Scored, prompt_scores
+from millpond.runtime.outcome import outcome as read_outcome
+from millpond.runtime.report import Layout, pack
 from millpond.runtime.seats import SeatSampling
-from millpond.runtime.verify import Drafted, Draw, Outcome, Scored, Verifier, wanted
+from millpond.runtime.verify import Drafted, Draw, Drawn, Verifier, wanted
 from millpond.state.lease import Seat, SlotId
 
 VOCAB = 50
@@ -35,7 +39,7 @@ def seated(*loads: SeatLoad) -> Verifier:
 
 
 def drawn(verifier: Verifier, draws: list[Draw], logits: torch.Tensor) -> tuple[Emitted, ...]:
-    return verifier.report(verifier.draw(draws, logits, None)).emitted
+    return read(verifier.draw(draws, logits, None)).emitted
 
 
 def load(
@@ -82,12 +86,20 @@ def drafted(
         export_slot=same - 1,
     )
     padded = [(*tokens, *(0,) * (width - len(tokens))) for _, tokens in rows]
-    places = torch.arange(width).expand(len(rows), -1)
-    return Drafted(tuple(seat for seat, _ in rows), verify, torch.tensor(padded), 3 + places)
+    return Drafted(tuple(seat for seat, _ in rows), verify, torch.tensor(padded))
+
+
+def on_host(parts: tuple[torch.Tensor, ...]) -> tuple[np.ndarray, ...]:
+    """The parts of a report, packed and read again."""
+    return Layout.of(parts).read(pack(parts).numpy().view(np.uint8))
+
+
+def read(drawn: Drawn) -> Outcome:
+    return read_outcome(drawn.asked, on_host(drawn.parts))
 
 
 def outcome(verifier: Verifier, logits: torch.Tensor, rows: Drafted) -> Outcome:
-    return verifier.report(verifier.draw((), logits, rows))
+    return read(verifier.draw((), logits, rows))
 
 
 def row(seat: int, tokens: tuple[int, ...], start: int = 0, **given: Any) -> Row:
@@ -220,7 +232,8 @@ def test_prompt_scores_are_those_of_each_known_successor_across_blocks() -> None
     tokens = tuple(i % VOCAB for i in range(300))
     hidden = torch.randn(300, VOCAB, generator=torch.Generator().manual_seed(2))
     scored = Scored(row(0, tokens, start=64, prompt_logprobs=2, next_token=41), 0, 300)
-    (result,) = seated(load(0)).score_prompts([scored], hidden, lambda h: h)
+    parts = seated(load(0)).score_prompts([scored], hidden, lambda h: h)
+    (result,) = prompt_scores([scored], on_host(parts))
     expect = log_probabilities(hidden)
     assert [e.position for e in result.entries] == list(range(65, 365))
     assert [e.token for e in result.entries] == [*tokens[1:], 41]
@@ -265,7 +278,7 @@ def test_verify_rows_draw_beside_known_ones_each_with_its_seats_parameters() -> 
     expect[2] = [draw(verifier, 2, logits[1:2], 5).token]
     rows = drafted((3, (9, expect[3][0])), (0, (9, VOCAB - 1)), width=2)
     mixed = torch.cat((logits[:2], logits[4:6], logits[2:4]))
-    got = verifier.report(verifier.draw([Draw(Seat(1), 0, 8), Draw(Seat(2), 1, 5)], mixed, rows))
+    got = read(verifier.draw([Draw(Seat(1), 0, 8), Draw(Seat(2), 1, 5)], mixed, rows))
     assert [(e.seat, e.token) for e in got.emitted] == [
         (1, expect[1][0]),
         (2, expect[2][0]),
@@ -279,7 +292,7 @@ def test_a_fan_out_beside_verify_rows_shares_its_own_logits_alone() -> None:
     verifier = seated(*(load(i) for i in range(4)))
     logits = torch.cat([logits_with((t, 5.0)) for t in (21, 22, 11, 12)])
     draws = [Draw(Seat(s), r, 3) for s, r in ((0, 0), (1, 0), (2, 1))]
-    got = verifier.report(verifier.draw(draws, logits, drafted((3, (9, 11)), width=2)))
+    got = read(verifier.draw(draws, logits, drafted((3, (9, 11)), width=2)))
     assert [(e.seat, e.token) for e in got.emitted] == [(0, 21), (1, 21), (2, 22), (3, 11), (3, 12)]
 
 

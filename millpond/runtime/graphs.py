@@ -1,0 +1,117 @@
+"""Work that is recorded once and repeated at the same addresses, for any number of rows up to one.
+
+Knows how a device records; does not know what is recorded. On the CPU nothing can be recorded: the
+stand-in calls again and keeps the addresses of what came of it, so that whoever builds on fixed
+addresses is shown wrong there too.
+"""
+
+from __future__ import annotations
+
+import gc
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+Tensors = tuple[torch.Tensor, ...]
+
+FINE = (1, 2, 4, 8)
+"""Numbers of rows that have a recording each; from 16 on it is every power of two and the middle
+between it and the next."""
+
+
+def bucket_sizes(most: int) -> tuple[int, ...]:
+    """For which numbers of rows something is recorded: rising, the last is `most`."""
+    sizes, power = list(FINE), 2 * FINE[-1]
+    while power < most:
+        sizes += [power, power + power // 2]
+        power *= 2
+    return (*(size for size in sizes if size < most), most)
+
+
+def bucket_of(rows: int, sizes: tuple[int, ...]) -> int | None:
+    """The least of `sizes` that has room; None where none has."""
+    at = bisect_left(sizes, rows)
+    return sizes[at] if at < len(sizes) else None
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """Work that can be repeated. What came of it lies in `outputs`, anew after every `replay`."""
+
+    outputs: Tensors
+    replay: Callable[[], None]
+
+
+class Capturer(Protocol):
+    """Records work that reads and writes tensors at fixed addresses and never asks the host."""
+
+    def capture(self, work: Callable[[], Tensors]) -> Recorded:
+        """Run `work` and record it: its outputs keep their addresses."""
+
+    def reserved_bytes(self) -> int:
+        """Memory of the device that is set aside, recordings included."""
+
+
+class CallAgain:
+    """The CPU's stand-in."""
+
+    def capture(self, work: Callable[[], Tensors]) -> Recorded:
+        """A recording that calls `work` again."""
+        outputs = work()
+
+        def replay() -> None:
+            for kept, fresh in zip(outputs, work(), strict=True):
+                kept.copy_(fresh)
+
+        return Recorded(outputs, replay)
+
+    def reserved_bytes(self) -> int:
+        """Nothing is set aside."""
+        return 0
+
+
+class CudaCapturer:
+    """CUDA graphs that share one pool of memory: what one of them leaves, the next one may use.
+
+    They are replayed one after the other on one stream, so only outputs must outlive a replay:
+    those are held, and their memory is in nobody else's way.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool = torch.cuda.graph_pool_handle()
+        self._stream = torch.cuda.Stream(device)
+
+    def capture(self, work: Callable[[], Tensors]) -> Recorded:
+        """Runs `work` once for kernels to be compiled, then records it."""
+        current = torch.cuda.current_stream(self._device)
+        work()
+        self._stream.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        # A collection could free memory of the device, which must not happen while recording.
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            with torch.cuda.stream(self._stream):
+                graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+                try:
+                    outputs = work()
+                finally:
+                    graph.capture_end()
+        finally:
+            if collecting:
+                gc.enable()
+        current.wait_stream(self._stream)
+        return Recorded(outputs, graph.replay)
+
+    def reserved_bytes(self) -> int:
+        """All that torch has taken from the device."""
+        return torch.cuda.memory_reserved(self._device)
+
+
+def capturer_of(device: torch.device) -> Capturer:
+    """How work on `device` is recorded."""
+    return CudaCapturer(device) if device.type == "cuda" else CallAgain()
