@@ -33,11 +33,13 @@ def chosen(letters: list[str], scale: Scale) -> Iterator[tuple[Variant, Variant]
         yield from zip(WORKLOADS[letter](scale), WORKLOADS[letter](small), strict=True)
 
 
-def serve(need: Need, pairs: Pairs, model: str, device: str, trials: Trials) -> None:
+def serve(need: Need, pairs: Pairs, given: argparse.Namespace, trials: Trials) -> None:
     """One tower, and all its workloads. Raises `Lost`."""
     forced = any(one.chance is not None for one, _ in pairs)
-    tower = build(model, need, device=device, forced=forced)
-    trials.lines.add("tower", **header(), forced=forced, **tower.facts)
+    tower = build(given.model, need, device=given.device, forced=forced)
+    known = header() | ({"commit": given.commit} if given.commit else {})
+    full = given.scale == given.shrink == 1.0
+    trials.lines.add("tower", **known, full=full, forced=forced, **tower.facts)
     facts = (f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in tower.facts.items())
     print("tower: " + ", ".join(facts), flush=True)
     for letter in dict.fromkeys(one.workload for one, _ in pairs):
@@ -59,6 +61,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--scale", type=float, default=1.0, help="fewer requests, shorter answers")
     parser.add_argument("--shrink", type=float, default=1.0, help="prompts times this")
     parser.add_argument("--device", default="auto")
+    parser.add_argument("--commit", help="for the record, where this is no git checkout")
     parser.add_argument("--profile", action="store_true", help="one more trial: which kernels")
     given = parser.parse_args(arguments)
     trials = Trials(Lines(given.out), given.trials, given.limit, given.profile)
@@ -69,7 +72,7 @@ def main(arguments: list[str]) -> int:
         for need, ones in groups([one for one, _ in pairs]):
             mine = [(one, smaller[id(one)]) for one in ones]
             names = ",".join(dict.fromkeys(one.workload for one in ones))
-            trials.guarded(names, partial(serve, need, mine, given.model, given.device, trials))
+            trials.guarded(names, partial(serve, need, mine, given, trials))
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

@@ -23,7 +23,7 @@ from millpond.engine.types import Delta, EngineRequest, EngineStats
 from millpond.plan.sampling import SamplingParams
 
 SAMPLE_STATS = 16
-"""Every so many steps slots and pages are looked at."""
+"""Every so many steps slots and pages are looked at, and at each of the first ones."""
 
 
 @dataclass(slots=True)
@@ -98,7 +98,7 @@ class Watched:
                     self.engine.abort(name)
             busy = self.engine.step()
             run.in_steps += time.perf_counter() - now
-            if self.timed.log.steps % SAMPLE_STATS == 0:
+            if self.timed.log.steps < SAMPLE_STATS or self.timed.log.steps % SAMPLE_STATS == 0:
                 run.look(self.engine.stats())
             over, self.recorder.over = self.recorder.over, []
             for track in over:

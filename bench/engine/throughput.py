@@ -123,7 +123,7 @@ def decoding(bench: Bench, batch: int, tokens: int, trials: int) -> list[str]:
     clock.watch(runner.model, "logits", "forward")
     clock.watch(runner.verifier, "draw", "sampling")
     clock.watch(runner.staging, "batch", "staging")
-    clock.watch(bench.engine._executor, "execute", "execute")
+    clock.watch(bench.engine._executor, "launch", "execute")
     rates, totals, steps = [], 0.0, 0
     for _ in range(trials):
         seconds, took = bench.run(prompts, tokens)

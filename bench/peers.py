@@ -1,0 +1,82 @@
+"""What other engines reached on the workloads of `bench.engine`, and the bars we set ourselves.
+
+Measured on one NVIDIA H200 (driver 580.159.04, torch 2.11.0+cu130, Triton 3.6.0), best repetition,
+with random weights of the same shape as `q4`, bfloat16, recurrent state in float32, at most 64
+sequences and 8192 prompt tokens a step. They stand beside our numbers only where the model is the
+same and the GPU is one of those.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+MODEL = "q4"
+GPU = "H200"
+
+
+@dataclass(frozen=True, slots=True)
+class Peers:
+    """Output tokens per second, and mean time to the first token in seconds; None: not measured."""
+
+    lmdeploy: float | None = None
+    vllm: float | None = None
+    lmdeploy_ttft: float | None = None
+    vllm_ttft: float | None = None
+
+
+NAMES = ("LMDeploy 0.18.0", "vLLM 0.26.0")
+
+MEASURED: dict[tuple[str, str], Peers] = {
+    ("A", ""): Peers(248.1, 257.7, 0.066, 0.082),
+    ("B", ""): Peers(7507, 7417, 0.88, 0.65),
+    ("C", "off"): Peers(843, 837, 4.38, 4.53),
+    ("C", "on"): Peers(851, 1329, 4.45, 2.81),
+    ("C", "on, warm"): Peers(851, 1363, 4.44, 2.70),
+    ("D", "off"): Peers(796, 810, 0.601, 0.580),
+    ("D", "on"): Peers(1548, 1453, 0.321, 0.357),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """What a figure has to be: at least, or with `most` at most, `limit`."""
+
+    measure: str
+    limit: float
+    why: str
+    most: bool = False
+
+    def met(self, value: float) -> bool:
+        """Whether it is."""
+        return value <= self.limit if self.most else value >= self.limit
+
+
+FLOOR_MS = 8.41e9 / 4.28e12 * 1e3
+"""One pass over the weights of `q4` (without its draft layer) at the rate of a copy there."""
+
+BARS: dict[tuple[str, str], tuple[Bar, ...]] = {
+    ("A", ""): (
+        Bar("ms_per_token_at_the_end", FLOOR_MS / 0.85, "85 % of the bandwidth", most=True),
+    ),
+    ("B", ""): (
+        Bar("output_tokens_per_s", 8169, "LMDeploy with its state in bfloat16"),
+        Bar("idle_between_steps", 0.03, "the device waits at most 3 %", most=True),
+    ),
+    ("C", "off"): (Bar("output_tokens_per_s", 843, "the best peer"),),
+    ("C", "on"): (Bar("output_tokens_per_s", 1.3 * 1329, "1.3 times the best peer"),),
+    ("C", "on, warm"): (Bar("output_tokens_per_s", 1.3 * 1363, "1.3 times the best peer"),),
+    ("D", "off"): (Bar("output_tokens_per_s", 810, "the best peer"),),
+    ("D", "on"): (Bar("ttft_mean_s", 0.21, "two thirds of the best peer", most=True),),
+}
+
+RATIOS: tuple[tuple[str, tuple[str, str], tuple[str, str], float, str], ...] = (
+    ("output_tokens_per_s", ("C", "on, no hits"), ("C", "off"), 0.99, "caching without hits"),
+    (
+        "output_tokens_per_s",
+        ("E", "32320, budget 4096, interior"),
+        ("E", "32320, budget 4096, split"),
+        1.0375,
+        "interior against split",
+    ),
+)
+"""(measure, variant, the one beside it in the same run, the least ratio, what it is about)."""

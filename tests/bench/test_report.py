@@ -1,0 +1,137 @@
+"""One table and one plot of a run: what is counted, what stands beside it, what it does not say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bench import report
+from bench.engine.drive import Run, Watched
+from bench.engine.tower import build
+from bench.engine.traffic import Draw, at_once
+from bench.engine.workloads import WORKLOADS, Scale
+
+Record = dict[str, Any]
+
+
+@pytest.fixture(scope="module")
+def measures() -> Record:
+    """Of a real repetition, so that the report and the workloads agree on names."""
+    one = next(WORKLOADS["A"](Scale(0.01, 0.01)))
+    watched: Watched = build("tiny-q4", one.need, device="cpu").engine(**one.settings)
+    run: Run = watched.run(at_once(Draw(0, 512), 1, 8, 4))
+    watched.engine.close()
+    return run.measures()
+
+
+def tower(run: str, **changes: Any) -> Record:
+    facts = dict(
+        run=run,
+        kind="tower",
+        date="2026-01-01 00:00",
+        commit="abc1234",
+        machine="NVIDIA H200, 140 GiB, driver 1",
+        versions="Python 3, torch 2",
+        full=True,
+        model="q4",
+        dtype="bfloat16",
+        drafts=0,
+        num_seats=64,
+        num_slots=328,
+        num_pages=9000,
+        slot_mb=51.5,
+        page_mb=2.36,
+        seat_mb=2.41,
+        load_s=9.0,
+        warm_up_s=20.0,
+    )
+    return facts | changes
+
+
+def trial(run: str, measures: Record, workload: str, variant: str = "", **of: Any) -> Record:
+    return dict(
+        run=run,
+        kind="trial",
+        workload=workload,
+        variant=variant,
+        trial=of.pop("trial", 1),
+        asked=dict(requests=1),
+        measures=measures | of,
+    )
+
+
+def text_of(*records: Record, run: str | None = None) -> str:
+    return report.table(report.Results.read([json.dumps(r) for r in records], run))
+
+
+def row(text: str, name: str) -> str:
+    return next(line for line in text.splitlines() if line.startswith(f"| {name} |"))
+
+
+def test_the_best_and_the_median_are_of_counted_repetitions(measures: Record) -> None:
+    rates = {0: 9999.0, 1: 300.0, 2: 500.0, 3: 400.0}
+    found = text_of(
+        tower("1"),
+        *(trial("1", measures, "A", trial=t, output_tokens_per_s=r) for t, r in rates.items()),
+    )
+    assert "500 (400)" in row(found, "A")
+    assert "abc1234" in found
+    assert "1.047 slots a sequence" in found
+    assert "What this does not show" in found
+
+
+def test_a_bar_is_met_or_missed_beside_the_peers_figures(measures: Record) -> None:
+    met = text_of(tower("1"), trial("1", measures, "B", output_tokens_per_s=8200.0))
+    missed = text_of(tower("1"), trial("1", measures, "B", output_tokens_per_s=8100.0))
+    assert "met: 8,200 of 8,169" in row(met, "B")
+    assert "missed: 8,100 of 8,169" in row(missed, "B")
+    assert "7,507 / 7,417" in row(met, "B")
+    quick = text_of(tower("1"), trial("1", measures, "D", "on", ttft_mean_s=0.2))
+    assert "met: 0.2 of 0.21" in row(quick, "D on")
+
+
+@pytest.mark.parametrize("change", [{"full": False}, {"model": "g8"}, {"machine": "2 x CPU"}])
+def test_peers_stand_beside_the_same_work_only(measures: Record, change: Record) -> None:
+    found = text_of(tower("1", **change), trial("1", measures, "B", output_tokens_per_s=9e3))
+    assert "7,507" not in found
+    assert "met" not in row(found, "B")
+
+
+def test_a_ratio_is_taken_within_one_run(measures: Record) -> None:
+    off = trial("1", measures, "C", "off", output_tokens_per_s=1000.0)
+    hitless = trial("1", measures, "C", "on, no hits", output_tokens_per_s=980.0)
+    assert "missed: 0.980 of 0.99" in row(text_of(tower("1"), off, hitless), "C on, no hits")
+    older = dict(off, run="0")
+    assert "0.99" not in text_of(tower("0"), older, tower("1"), hitless)
+
+
+def test_the_newest_run_is_shown_unless_another_is_asked_for(measures: Record) -> None:
+    records = [
+        r
+        for run, name in (("1", "A"), ("2", "B"))
+        for r in (tower(run), trial(run, measures, name))
+    ]
+    assert row(text_of(*records), "B")
+    assert row(text_of(*records, run="1"), "A")
+    with pytest.raises(ValueError, match="'3'"):
+        text_of(*records, run="3")
+
+
+def test_what_failed_is_named(measures: Record) -> None:
+    error = dict(run="1", kind="error", what="C", error="StepFailed: out of memory", trace="")
+    found = text_of(tower("1"), trial("1", measures, "A"), error)
+    assert "`C` failed: StepFailed: out of memory" in found
+
+
+def test_the_command_writes_a_table_and_a_plot(measures: Record, tmp_path: Path) -> None:
+    file = tmp_path / "engine.jsonl"
+    records = [tower("1"), trial("1", measures, "B"), trial("1", measures, "D", "on")]
+    file.write_text("\n".join(json.dumps(r) for r in records))
+    assert report.main([str(file)]) == 0
+    assert (tmp_path / "engine-1.md").read_text().startswith("q4 in bfloat16")
+    assert (tmp_path / "engine-1.png").stat().st_size > 1000
+    file.write_text(json.dumps(tower("1")))
+    assert report.main([str(file)]) == 1
