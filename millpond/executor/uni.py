@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from millpond.errors import Broken
-from millpond.plan.step import Capabilities, Ended, Launched, StepPlan
+from millpond.plan.step import Capabilities, Launched, StepPlan
 from millpond.runtime.reach import Made
 from millpond.runtime.worker import Worker
 from millpond.store.memory import RankMemory
@@ -38,7 +38,7 @@ class UniExecutor:
         """Hand a plan to the rank; its result raises what went wrong."""
         if self._worker is None:
             raise Broken(f"step {plan.step} was sent to a closed executor")
-        return Ended.inline(self._worker.execute, plan)
+        return self._worker.launch(plan)
 
     def close(self) -> None:
         """Give back model and arenas. Closing twice is closing once."""

@@ -110,8 +110,3 @@ class CudaCapturer:
     def reserved_bytes(self) -> int:
         """All that torch has taken from the device."""
         return torch.cuda.memory_reserved(self._device)
-
-
-def capturer_of(device: torch.device) -> Capturer:
-    """How work on `device` is recorded."""
-    return CudaCapturer(device) if device.type == "cuda" else CallAgain()

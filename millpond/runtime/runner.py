@@ -22,7 +22,7 @@ from millpond.nn.batch import NONE, Staging
 from millpond.ops.batch import ForwardBatch
 from millpond.plan.step import FanOut, SeatLoad, StepPlan, StepResult, VerifyRow, Written
 from millpond.runtime.going import Going, after_known, after_verify
-from millpond.runtime.graphs import capturer_of
+from millpond.runtime.graphs import Capturer, CudaCapturer, bucket_sizes
 from millpond.runtime.outcome import Asked, outcome, prompt_scores
 from millpond.runtime.propose import DraftModel, Proposer
 from millpond.runtime.report import Layout, pack
@@ -80,6 +80,13 @@ class ModelRunner:
         self._steady: SteadySteps | None = None
 
     @property
+    def num_graphs(self) -> int:
+        """Graphs that `capture` records by itself: none where the device has no such thing."""
+        if self.staging.device.type != "cuda":
+            return 0
+        return 2 * len(bucket_sizes(self.staging.num_seats))
+
+    @property
     def num_captures(self) -> int:
         """Graphs that were recorded."""
         return 0 if self._steady is None else self._steady.num_captures
@@ -89,15 +96,21 @@ class ModelRunner:
         """How often one of them ran."""
         return 0 if self._steady is None else self._steady.num_replays
 
-    def capture(self, progress: Progress | None = None) -> None:
+    def capture(self, progress: Progress | None = None, capturer: Capturer | None = None) -> None:
         """Record steps of live rows, of every number of rows there are seats for.
 
-        Runs the model on rows of no seat: nothing in the arenas changes. Call between steps.
+        By `capturer`, or as the device does it; where it does not, every step stays as it is. Runs
+        the model on rows of no seat: nothing in the arenas changes. Call between steps.
         """
-        own = self.proposer if isinstance(self.proposer, DraftModel) else None
-        capturer = capturer_of(self.staging.device)
+        if capturer is None and self.staging.device.type != "cuda":
+            return
         self._steady = SteadySteps(
-            self.model, self.arenas, self.staging, self.verifier.seats, own, capturer
+            self.model,
+            self.arenas,
+            self.staging,
+            self.verifier.seats,
+            self.proposer if isinstance(self.proposer, DraftModel) else None,
+            capturer or CudaCapturer(self.staging.device),
         )
         self._steady.capture(self.staging.num_seats, progress or (lambda done, total: None))
 

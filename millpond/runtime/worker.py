@@ -16,13 +16,14 @@ import torch
 from millpond.config import ModelFacts
 from millpond.errors import Refused, StepFailed
 from millpond.memory.arena import Arenas
+from millpond.memory.host_ring import HostRing
 from millpond.memory.layout import ModelLayout
 from millpond.models.base import Description, Model, describe
 from millpond.models.base import load as load_model
 from millpond.nn.batch import Staging
 from millpond.ops.bind import AUTO, Bound, bind
 from millpond.plan.counts import DeviceCounts
-from millpond.plan.step import PAGE_SIZE, Capabilities, StepPlan, StepResult
+from millpond.plan.step import PAGE_SIZE, Capabilities, Launched, StepPlan, StepResult
 from millpond.runtime.compiled import COMPILATIONS
 from millpond.runtime.propose import DraftModel
 from millpond.runtime.reach import made, memory_of
@@ -96,15 +97,18 @@ class Worker:
             vocab_size=vocab_size,
             max_position=max_position,
             num_draft_tokens=num_draft_tokens,
+            runs_ahead=device.type == "cuda",
         )
+        ring = HostRing(device)
         arenas = Arenas.allocate(
-            layout, num_slots=num_slots, num_pages=num_pages, num_seats=num_seats, device=device
-        )
+            layout, num_slots=num_slots, num_pages=num_pages, num_seats=num_seats, device=device,
+            ring=ring,
+        )  # fmt: skip
         if debug_poison:
             for arena in (arenas.slots, arenas.pages, arenas.seats):
                 arena.fill_nan(range(arena.count))
-        staging = Staging(num_seats, -(-max_position // PAGE_SIZE), device, num_draft_tokens)
-        seats = SeatSampling(num_seats, vocab_size, device, ops, eos_token_ids)
+        staging = Staging(num_seats, -(-max_position // PAGE_SIZE), device, num_draft_tokens, ring)
+        seats = SeatSampling(num_seats, vocab_size, device, ops, eos_token_ids, ring)
         proposer = DraftModel(model, arenas, staging, seats) if num_draft_tokens else None
         self.runner = ModelRunner(model, arenas, staging, Verifier(seats, ops), proposer)
         self.made = made(layout, ops, device)
@@ -165,12 +169,16 @@ class Worker:
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end. Raises `StepFailed`."""
+        return self.launch(plan).result()
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Hand one plan to the device; its result raises what went wrong."""
         before = torch.get_num_threads()
         if self.num_threads is None or self.num_threads >= before:
-            return self.runner.execute(plan)
+            return self.runner.launch(plan)
         torch.set_num_threads(self.num_threads)
         try:
-            return self.runner.execute(plan)
+            return self.runner.launch(plan)
         finally:
             torch.set_num_threads(before)
 

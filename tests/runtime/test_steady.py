@@ -11,6 +11,7 @@ import torch
 
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import StepPlan, StepResult
+from millpond.runtime.graphs import CallAgain
 from millpond.runtime.runner import ModelRunner
 from tests.exactness.drafting import DraftDriver
 from tests.exactness.driver import Run
@@ -58,7 +59,7 @@ class Twins:
         self.plain, self.recorded = (
             DraftDriver(executor(family, Truth(), "steady", **sizes)) for _ in range(2)
         )
-        self.runner.capture()
+        self.runner.capture(capturer=CallAgain())
         self.results: list[StepResult] = []
         for driver in (self.plain, self.recorded):
             driver.executor = Noting(driver.executor, self.results)  # type: ignore[assignment]
