@@ -15,11 +15,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ConvChoice:
-    """A program's tile of the convolution."""
+    """A program's tile of the convolution: of prompt rows, and of rows taken token by token."""
 
-    tokens: int = 16  # of a prompt row
-    channels: int = 128
+    tokens: int = 64
+    channels: int = 512
     warps: int = 4
+    row_channels: int = 256
+    row_warps: int = 4
 
 
 @dataclass(frozen=True, slots=True)

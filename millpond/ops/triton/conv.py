@@ -1,7 +1,9 @@
 """The short causal convolution from slot to slot, for prompt, decode and verify rows.
 
 Contract and arithmetic: `millpond.ops.reference.conv` and `.verify`. Taps are added in rising order
-in fp32. x may be a view of wider rows; a token's channels are contiguous.
+in fp32. x may be a view of wider rows; a token's channels are contiguous. Decode and verify rows
+go token by token, the window in registers: each input is read once, the next one while this one
+is worked on.
 """
 
 from __future__ import annotations
@@ -14,16 +16,20 @@ from millpond.ops.batch import RowSlots, VerifyRows
 from millpond.ops.triton.choices import conv_choice
 from millpond.ops.triton.shared import (
     LAUNCH,
+    aligned,
     kernel,
-    no_report,
     power_of_two,
+    report_for,
     rounded,
     row_of_block,
     silu,
     slot_stride,
-    tell,
     token_stride,
+    told,
 )
+
+TAPS = 4
+"""Width of the widest convolution there is a kernel for; a narrower one has taps of zero."""
 
 
 def conv_prefill(
@@ -31,24 +37,25 @@ def conv_prefill(
 ) -> torch.Tensor:
     """As the reference. Two launches: outputs, then windows (a row may write what it read)."""
     choice = conv_choice(x.device)
-    channels, width = weight.shape
+    channels, width = _sizes(weight)
     y = torch.empty((x.shape[0], channels), dtype=x.dtype, device=x.device)
     count, exports = rows.num_rows, rows.export_slot.shape[0]
-    report = no_report(count, exports, x.device)
-    split = triton.cdiv(channels, choice.channels)
+    report = report_for(count + exports, x.device)
     if count:
-        _outputs[(x.shape[0] // choice.tokens + count, split)](
+        _outputs[
+            (triton.cdiv(channels, choice.channels), x.shape[0] // choice.tokens + count)
+        ](
             x, y, weight, bank, rows.cu_seqlens, rows.state_in, count,
             token_stride(x), slot_stride(bank),
-            C=channels, W=width, BT=choice.tokens, BC=choice.channels,
-            num_warps=choice.warps, **LAUNCH,
+            C=channels, W=width, TAPS=TAPS, BT=choice.tokens, BC=choice.channels,
+            ALIGNED=aligned(x, y), num_warps=choice.warps, **LAUNCH,
         )  # fmt: skip
-        _windows[(count + exports, split)](
+        _windows[(count + exports, triton.cdiv(channels, choice.row_channels))](
             x, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
             rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
             token_stride(x), slot_stride(bank),
-            C=channels, HISTORY=width - 1, PLACES=power_of_two(width - 1), BC=choice.channels,
-            num_warps=choice.warps, **LAUNCH,
+            C=channels, HISTORY=width - 1, PLACES=power_of_two(width - 1), BC=choice.row_channels,
+            num_warps=choice.row_warps, **LAUNCH,
         )  # fmt: skip
     rows.written.record(*report)
     return y
@@ -59,17 +66,17 @@ def conv_decode(
 ) -> torch.Tensor:
     """As `conv_prefill` in one launch: a program is a row's channels, all tokens one by one."""
     choice = conv_choice(x.device)
-    channels, width = weight.shape
+    channels, width = _sizes(weight)
     y = torch.empty((x.shape[0], channels), dtype=x.dtype, device=x.device)
     count, exports = rows.num_rows, rows.export_slot.shape[0]
-    report = no_report(count, exports, x.device)
+    report = report_for(count + exports, x.device)
     if count:
-        _decode[(count, triton.cdiv(channels, choice.channels))](
+        _decode[(triton.cdiv(channels, choice.row_channels), count)](
             x, y, weight, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
             rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
             token_stride(x), slot_stride(bank),
-            C=channels, W=width, PLACES=power_of_two(width - 1), BC=choice.channels,
-            num_warps=choice.warps, **LAUNCH,
+            C=channels, W=width, TAPS=TAPS, BC=choice.row_channels, ALIGNED=aligned(x, y),
+            num_warps=choice.row_warps, **LAUNCH,
         )  # fmt: skip
     rows.written.record(*report)
     return y
@@ -85,64 +92,153 @@ def conv_verify(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference, in one launch; only places that hold a token are written."""
     choice = conv_choice(x.device)
-    channels, width = weight.shape
+    channels, width = _sizes(weight)
     count, most = rows.num_rows, rows.width - 1
     y = torch.empty((x.shape[0], channels), dtype=x.dtype, device=x.device)
     old_y = torch.empty((count, most, channels), dtype=x.dtype, device=x.device)
-    report = no_report(count, count, x.device)
+    report = report_for(2 * count, x.device)
     if count:
-        _verify[(count, triton.cdiv(channels, choice.channels))](
+        _verify[(triton.cdiv(channels, choice.row_channels), count)](
             x, y, old_y, weight, bank, ring, rows.state_in, rows.state_out, rows.base,
             rows.pending, rows.num_drafts, rows.parity, rows.seats,
             rows.export_end, rows.export_slot, report, count,
             token_stride(x), slot_stride(bank), slot_stride(ring),
-            C=channels, W=width, MOST=most, PLACES=power_of_two(width - 1), BC=choice.channels,
-            num_warps=choice.warps, **LAUNCH,
+            C=channels, W=width, TAPS=TAPS, MOST=most, BC=choice.row_channels,
+            ALIGNED=aligned(x, y, ring), num_warps=choice.row_warps, **LAUNCH,
         )  # fmt: skip
     rows.written.record(*report)
     return old_y, y
 
 
+def _sizes(weight: torch.Tensor) -> tuple[int, int]:
+    """Channels, and tokens that an output sees."""
+    channels, width = weight.shape
+    if width > TAPS:
+        raise ValueError(f"a convolution over {width} tokens: the kernels go up to {TAPS}")
+    return channels, width
+
+
+@triton.jit
+def _load_taps(weight, c, C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr):
+    """The factors [BC] of four taps, oldest first; one 16-byte load of each channel."""
+    tap = tl.arange(0, TAPS)[None, :] - (TAPS - W)
+    factors = tl.load(
+        weight + c[:, None] * W + tap, mask=(c < C)[:, None] & (tap >= 0), other=0.0
+    ).to(tl.float32)
+    even, odd = tl.split(tl.reshape(factors, (c.shape[0], 2, 2)))
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
+def _load_channels(at, c, C, ALIGNED: tl.constexpr):
+    """One token's inputs [BC], raw."""
+    places = at + c
+    if ALIGNED:
+        places = tl.multiple_of(places, (16,))
+    return tl.load(places, mask=c < C, other=0.0)
+
+
+@triton.jit
+def _store_channels(at, value, c, C, ALIGNED: tl.constexpr):
+    """One token's outputs or inputs [BC], in the type that is there."""
+    places = at + c
+    if ALIGNED:
+        places = tl.multiple_of(places, (16,))
+    tl.store(places, value, mask=c < C)
+
+
+@triton.jit
+def _load_window(bank, slot, c, back, bank_stride, C: tl.constexpr, HISTORY: tl.constexpr):
+    """The slot's input `back` tokens before its end [BC], zero where there is none."""
+    return tl.load(
+        bank + tl.maximum(slot, 0) * bank_stride + c * HISTORY + (HISTORY - back),
+        mask=c < tl.where((slot >= 0) & (back <= HISTORY), C, 0),
+        other=0.0,
+    )
+
+
+@triton.jit
+def _save_window(
+    bank, slot, x2, x1, x0, c, bank_stride, C: tl.constexpr, HISTORY: tl.constexpr
+):  # fmt: skip
+    """The last three inputs [BC], as many as a slot keeps, unless there is none.
+
+    Every thread has read what it needs of that slot before any overwrites it.
+    """
+    tl.debug_barrier()
+    at = bank + tl.maximum(slot, 0) * bank_stride + c * HISTORY
+    there = c < tl.where(slot >= 0, C, 0)
+    if HISTORY >= 3:
+        tl.store(at + (HISTORY - 3), x2.to(bank.dtype.element_ty), mask=there)
+    if HISTORY >= 2:
+        tl.store(at + (HISTORY - 2), x1.to(bank.dtype.element_ty), mask=there)
+    tl.store(at + (HISTORY - 1), x0.to(bank.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _convolved(w3, w2, w1, w0, x3, x2, x1, x0):
+    """silu of the taps' sum [BC], oldest first, in fp32."""
+    total = w3 * x3.to(tl.float32)
+    total += w2 * x2.to(tl.float32)
+    total += w1 * x1.to(tl.float32)
+    total += w0 * x0.to(tl.float32)
+    return silu(total)
+
+
 @kernel
 def _outputs(
     x, y, weight, bank, cu_seqlens, state_in, num_rows, x_stride, bank_stride,
-    C: tl.constexpr, W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """BT tokens of one row by BC channels."""
-    block = tl.program_id(0)
+    """BT tokens of one row by BC channels, four tokens at a time."""
+    block = tl.program_id(1)
     row = row_of_block(cu_seqlens, num_rows, block, BT)
     begin = tl.load(cu_seqlens + row).to(tl.int64)
     length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
-    first = (block - (begin // BT + row)) * BT
-    if first < length:
-        slot = tl.load(state_in + row).to(tl.int64)
-        at = first + tl.arange(0, BT)
-        c = tl.program_id(1) * BC + tl.arange(0, BC)
-        here = (at < length)[:, None] & (c < C)[None, :]
-        held = (c < tl.where(slot >= 0, C, 0))[None, :]
-        total = tl.zeros([BT, BC], tl.float32)
-        for tap in tl.static_range(W):
-            place = at + (tap - (W - 1))
-            value = tl.load(
-                x + (begin + place)[:, None] * x_stride + c[None, :],
-                mask=here & (place >= 0)[:, None],
-                other=0.0,
-            ).to(tl.float32)
-            if first == 0:
-                before = (place < 0)[:, None]
-                old = tl.load(
-                    bank
-                    + tl.maximum(slot, 0) * bank_stride
-                    + c[None, :] * (W - 1)
-                    + (place + (W - 1))[:, None],
-                    mask=here & before & held,
-                    other=0.0,
-                ).to(tl.float32)
-                value = tl.where(before, old, value)
-            factor = tl.load(weight + c * W + tap, mask=c < C, other=0.0).to(tl.float32)
-            total += factor[None, :] * value
-        out = y + (begin + at)[:, None] * C + c[None, :]
-        tl.store(out, rounded(silu(total), y.dtype.element_ty), mask=here)
+    start = (block - (begin // BT + row)) * BT
+    if start < length:
+        c = tl.program_id(0) * BC + tl.arange(0, BC)
+        tokens = x + begin * x_stride
+        if start == 0:
+            slot = tl.load(state_in + row).to(tl.int64)
+            kind = x.dtype.element_ty
+            x3 = _load_window(bank, slot, c, 3, bank_stride, C, W - 1).to(kind)
+            x2 = _load_window(bank, slot, c, 2, bank_stride, C, W - 1).to(kind)
+            x1 = _load_window(bank, slot, c, 1, bank_stride, C, W - 1).to(kind)
+        else:
+            x3 = _load_channels(tokens + (start - 3) * x_stride, c, C, ALIGNED)
+            x2 = _load_channels(tokens + (start - 2) * x_stride, c, C, ALIGNED)
+            x1 = _load_channels(tokens + (start - 1) * x_stride, c, C, ALIGNED)
+        w3, w2, w1, w0 = _load_taps(weight, c, C, W, TAPS)
+        for at in range(start, tl.minimum(start + BT, length), 4):
+            here = tokens + at * x_stride
+            in_b = _there(1, at, length, C)
+            in_c = _there(2, at, length, C)
+            in_d = _there(3, at, length, C)
+            xa = _load_channels(here, c, C, ALIGNED)
+            xb = _load_channels(here + x_stride, c, in_b, ALIGNED)
+            xc = _load_channels(here + 2 * x_stride, c, in_c, ALIGNED)
+            xd = _load_channels(here + 3 * x_stride, c, in_d, ALIGNED)
+            out = y + (begin + at) * C
+            kind = y.dtype.element_ty
+            ya = rounded(_convolved(w3, w2, w1, w0, x3, x2, x1, xa), kind)
+            yb = rounded(_convolved(w3, w2, w1, w0, x2, x1, xa, xb), kind)
+            yc = rounded(_convolved(w3, w2, w1, w0, x1, xa, xb, xc), kind)
+            yd = rounded(_convolved(w3, w2, w1, w0, xa, xb, xc, xd), kind)
+            _store_channels(out, ya, c, C, ALIGNED)
+            _store_channels(out + C, yb, c, in_b, ALIGNED)
+            _store_channels(out + 2 * C, yc, c, in_c, ALIGNED)
+            _store_channels(out + 3 * C, yd, c, in_d, ALIGNED)
+            x3, x2, x1 = xb, xc, xd
+
+
+@triton.jit
+def _there(ahead, at, length, C: tl.constexpr):
+    """Channels of the token `ahead` of the one `at`: none beyond the row."""
+    return tl.where(at + ahead < length, C, 0)
 
 
 @triton.jit
@@ -198,178 +294,163 @@ def _windows(
     step = tl.arange(0, PLACES)[None, :]
     here = (c < C) & (step < HISTORY)
     first = tl.program_id(1) == 0
+    of = num_rows + num_exports
     if target < num_rows:
         begin = tl.load(cu_seqlens + target).to(tl.int64)
         length = tl.load(cu_seqlens + target + 1).to(tl.int64) - begin
         slot = tl.load(state_in + target).to(tl.int64)
         tokens = x + begin * x_stride
-        if length < HISTORY:
+        if _early_exports(export_row, export_offset, num_exports, target, HISTORY) > 0:
             for e in range(num_exports):
                 offset = tl.load(export_offset + e).to(tl.int64)
-                if (tl.load(export_row + e) == target) & (offset >= 1) & (offset <= length):
+                if (tl.load(export_row + e) == target) & (offset < HISTORY):
                     to = tl.load(export_slot + e).to(tl.int64)
-                    window = _input(
-                        tokens, bank, slot, offset - HISTORY + step, c, here, x_stride,
-                        bank_stride, C, HISTORY,
-                    )  # fmt: skip
-                    _store_window(bank, to, window, c, step, here, bank_stride, C, HISTORY)
-                    tell(report, num_rows + e, num_rows + num_exports, to, offset, first)
+                    reached = (offset >= 1) & (offset <= length)
+                    if reached:
+                        window = _input(
+                            tokens, bank, slot, offset - HISTORY + step, c, here, x_stride,
+                            bank_stride, C, HISTORY,
+                        )  # fmt: skip
+                        _store_window(bank, to, window, c, step, here, bank_stride, C, HISTORY)
+                    told(report, num_rows + e, of, to, offset, reached, first)
         to = tl.load(state_out + target).to(tl.int64)
         window = _input(
             tokens, bank, slot, length - HISTORY + step, c, here, x_stride, bank_stride, C, HISTORY
         )
         _store_window(bank, to, window, c, step, here, bank_stride, C, HISTORY)
-        tell(report, target, num_rows + num_exports, to, length, first)
+        told(report, target, of, to, length, True, first)
     else:
         e = target - num_rows
-        row = tl.load(export_row + e).to(tl.int64)
         offset = tl.load(export_offset + e).to(tl.int64)
-        if (row >= 0) & (row < num_rows):
+        if offset >= HISTORY:
+            row = tl.load(export_row + e).to(tl.int64)
             begin = tl.load(cu_seqlens + row).to(tl.int64)
-            length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
-            if (length >= HISTORY) & (offset >= 1) & (offset <= length):
-                to = tl.load(export_slot + e).to(tl.int64)
-                slot = tl.load(state_in + row).to(tl.int64)
+            reached = offset <= tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
+            to = tl.load(export_slot + e).to(tl.int64)
+            if reached:
                 window = _input(
-                    x + begin * x_stride, bank, slot, offset - HISTORY + step, c, here, x_stride,
+                    x + begin * x_stride, bank, to, offset - HISTORY + step, c, here, x_stride,
                     bank_stride, C, HISTORY,
                 )  # fmt: skip
                 _store_window(bank, to, window, c, step, here, bank_stride, C, HISTORY)
-                tell(report, target, num_rows + num_exports, to, offset, first)
+            told(report, target, of, to, offset, reached, first)
+
+
+@triton.jit
+def _early_exports(export_row, export_offset, num_exports, row, HISTORY: tl.constexpr):
+    """How many exports of a row need a part of the window that it reads."""
+    found = 0
+    for e0 in range(0, num_exports, 64):
+        e = e0 + tl.arange(0, 64)
+        of_row = tl.load(export_row + e, mask=e < num_exports, other=-1) == row
+        offset = tl.load(export_offset + e, mask=e < num_exports, other=HISTORY)
+        found += tl.sum((of_row & (offset < HISTORY)).to(tl.int32), 0)
+    return found
 
 
 @kernel
 def _decode(
     x, y, weight, bank, cu_seqlens, state_in, state_out, export_row, export_offset, export_slot,
     report, num_rows, num_exports, x_stride, bank_stride,
-    C: tl.constexpr, W: tl.constexpr, PLACES: tl.constexpr, BC: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
-    """All tokens of one row by BC channels, then its windows."""
-    row = tl.program_id(0)
-    c = tl.program_id(1) * BC + tl.arange(0, BC)
+    """All tokens of one row by BC channels, and its windows."""
+    row = tl.program_id(1)
+    first = tl.program_id(0) == 0
+    of = num_rows + num_exports
+    c = tl.program_id(0) * BC + tl.arange(0, BC)
     begin = tl.load(cu_seqlens + row).to(tl.int64)
     length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
     slot = tl.load(state_in + row).to(tl.int64)
-    tokens = x + begin * x_stride
-    for at in range(length):
-        total = tl.zeros([BC], tl.float32)
-        for tap in tl.static_range(W):
-            value = _input(
-                tokens, bank, slot, at + (tap - (W - 1)), c, c < C, x_stride, bank_stride, C, W - 1
-            )
-            factor = tl.load(weight + c * W + tap, mask=c < C, other=0.0).to(tl.float32)
-            total += factor * value.to(tl.float32)
-        tl.store(y + (begin + at) * C + c, rounded(silu(total), y.dtype.element_ty), mask=c < C)
-
-    first = tl.program_id(1) == 0
-    c = c[:, None]
-    step = tl.arange(0, PLACES)[None, :]
-    here = (c < C) & (step < W - 1)
-    for e in range(num_exports):
-        offset = tl.load(export_offset + e).to(tl.int64)
-        if (tl.load(export_row + e) == row) & (offset >= 1) & (offset <= length):
-            to = tl.load(export_slot + e).to(tl.int64)
-            window = _input(
-                tokens,
-                bank,
-                slot,
-                offset - (W - 1) + step,
-                c,
-                here,
-                x_stride,
-                bank_stride,
-                C,
-                W - 1,
-            )
-            _store_window(bank, to, window, c, step, here, bank_stride, C, W - 1)
-            tell(report, num_rows + e, num_rows + num_exports, to, offset, first)
     to = tl.load(state_out + row).to(tl.int64)
-    window = _input(
-        tokens, bank, slot, length - (W - 1) + step, c, here, x_stride, bank_stride, C, W - 1
-    )
-    _store_window(bank, to, window, c, step, here, bank_stride, C, W - 1)
-    tell(report, row, num_rows + num_exports, to, length, first)
+    kind = x.dtype.element_ty
+    coming = _load_channels(x + begin * x_stride, c, tl.where(length > 0, C, 0), ALIGNED)
+    x3 = _load_window(bank, slot, c, 3, bank_stride, C, W - 1).to(kind)
+    x2 = _load_window(bank, slot, c, 2, bank_stride, C, W - 1).to(kind)
+    x1 = _load_window(bank, slot, c, 1, bank_stride, C, W - 1).to(kind)
+    w3, w2, w1, w0 = _load_taps(weight, c, C, W, TAPS)
+    for step in range(length):
+        at = begin + step
+        x0 = coming
+        more = tl.where(step + 1 < length, C, 0)
+        coming = _load_channels(x + (at + 1) * x_stride, c, more, ALIGNED)
+        out = rounded(_convolved(w3, w2, w1, w0, x3, x2, x1, x0), y.dtype.element_ty)
+        _store_channels(y + at * C, out, c, C, ALIGNED)
+        x3, x2, x1 = x2, x1, x0
+        for e in range(num_exports):
+            offset = tl.load(export_offset + e).to(tl.int64)
+            if (tl.load(export_row + e) == row) & (offset == step + 1):
+                _save_window(
+                    bank, tl.load(export_slot + e).to(tl.int64), x3, x2, x1, c, bank_stride, C,
+                    W - 1,
+                )  # fmt: skip
+    _save_window(bank, to, x3, x2, x1, c, bank_stride, C, W - 1)
+    told(report, row, of, to, length, True, first)
+    for e in range(num_exports):
+        if tl.load(export_row + e) == row:
+            offset = tl.load(export_offset + e).to(tl.int64)
+            reached = (offset >= 1) & (offset <= length)
+            told(report, num_rows + e, of, tl.load(export_slot + e), offset, reached, first)
 
 
 @triton.jit
-def _series(
-    x, ring, bank, slot, place, replayed, c, here, x_stride, bank_stride,
-    C: tl.constexpr, HISTORY: tl.constexpr,
-):  # fmt: skip
-    """Inputs of a verify row at `place`, counted from its base: the slot's, the ring's `replayed`
-    pending drafts, then the row's own at x. In the dtype of x."""
-    kind = x.dtype.element_ty
-    own = tl.load(
-        x + (place - replayed) * x_stride + c, mask=here & _some(c, place >= replayed, C), other=0.0
-    )
-    held = tl.load(
-        ring + place * C + c,
-        mask=here & _some(c, (place >= 0) & (place < replayed), C),
-        other=0.0,
-    ).to(kind)
-    old = tl.load(
-        bank + tl.maximum(slot, 0) * bank_stride + c * HISTORY + place + HISTORY,
-        mask=here & _some(c, (place < 0) & (slot >= 0), C),
-        other=0.0,
-    ).to(kind)
-    return tl.where(place < 0, old, tl.where(place < replayed, held, own))
+def _load_next(x, ring, step, replayed, end, c, x_stride, C: tl.constexpr, ALIGNED: tl.constexpr):
+    """Input `step` of a verify row [BC]: the ring's pending drafts, then the row's own at x."""
+    if step < replayed:
+        value = _load_channels(ring + step * C, c, C, ALIGNED).to(x.dtype.element_ty)
+    else:
+        there = tl.where(step < end, C, 0)
+        value = _load_channels(x + (step - replayed) * x_stride, c, there, ALIGNED)
+    return value
 
 
 @kernel
 def _verify(
     x, y, old_y, weight, bank, ring, state_in, state_out, base, pending, num_drafts, parity, seats,
     export_end, export_slot, report, num_rows, x_stride, bank_stride, ring_stride,
-    C: tl.constexpr, W: tl.constexpr, MOST: tl.constexpr, PLACES: tl.constexpr, BC: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, MOST: tl.constexpr, BC: tl.constexpr,
+    ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One verify row by BC channels: pending drafts, own tokens, the other ring bank, windows."""
-    row = tl.program_id(0)
+    row = tl.program_id(1)
+    first = tl.program_id(0) == 0
+    wide = row.to(tl.int64)
     seat = tl.load(seats + row).to(tl.int64)
+    slot = tl.load(state_in + row).to(tl.int64)
+    to = tl.load(state_out + row).to(tl.int64)
+    export = tl.load(export_slot + row).to(tl.int64)
+    passed = tl.load(export_end + row).to(tl.int64) - tl.load(base + row).to(tl.int64)
+    replayed = tl.load(pending + row).to(tl.int64)
+    end = replayed + 1 + tl.load(num_drafts + row).to(tl.int64)
+    bank_of_ring = tl.load(parity + row).to(tl.int64)
     if seat >= 0:
-        c = tl.program_id(1) * BC + tl.arange(0, BC)
-        slot = tl.load(state_in + row).to(tl.int64)
-        replayed = tl.load(pending + row).to(tl.int64)
-        drafts = tl.load(num_drafts + row).to(tl.int64)
-        bank_of_ring = tl.load(parity + row).to(tl.int64)
-        tokens = x + row.to(tl.int64) * (MOST + 1) * x_stride
+        c = tl.program_id(0) * BC + tl.arange(0, BC)
+        kind = x.dtype.element_ty
+        tokens = x + wide * (MOST + 1) * x_stride
         held = ring + seat * ring_stride + bank_of_ring * (MOST * C)
         left = ring + seat * ring_stride + (1 - bank_of_ring) * (MOST * C)
-        for at in range(replayed + 1 + drafts):
-            total = tl.zeros([BC], tl.float32)
-            for tap in tl.static_range(W):
-                value = _series(
-                    tokens, held, bank, slot, at + (tap - (W - 1)), replayed, c, c < C,
-                    x_stride, bank_stride, C, W - 1,
-                )  # fmt: skip
-                factor = tl.load(weight + c * W + tap, mask=c < C, other=0.0).to(tl.float32)
-                total += factor * value.to(tl.float32)
-            out = rounded(silu(total), y.dtype.element_ty)
-            own = at - replayed
+        coming = _load_next(tokens, held, 0, replayed, end, c, x_stride, C, ALIGNED)
+        x3 = _load_window(bank, slot, c, 3, bank_stride, C, W - 1).to(kind)
+        x2 = _load_window(bank, slot, c, 2, bank_stride, C, W - 1).to(kind)
+        x1 = _load_window(bank, slot, c, 1, bank_stride, C, W - 1).to(kind)
+        w3, w2, w1, w0 = _load_taps(weight, c, C, W, TAPS)
+        for step in range(end):
+            x0 = coming
+            coming = _load_next(tokens, held, step + 1, replayed, end, c, x_stride, C, ALIGNED)
+            out = rounded(_convolved(w3, w2, w1, w0, x3, x2, x1, x0), y.dtype.element_ty)
+            own = step - replayed
             if own < 0:
-                tl.store(old_y + (row.to(tl.int64) * MOST + at) * C + c, out, mask=c < C)
+                _store_channels(old_y + (wide * MOST + step) * C, out, c, C, ALIGNED)
             else:
-                tl.store(y + (row.to(tl.int64) * (MOST + 1) + own) * C + c, out, mask=c < C)
-        for draft in range(drafts):
-            raw = tl.load(tokens + (draft + 1) * x_stride + c, mask=c < C, other=0.0)
-            tl.store(left + draft * C + c, raw.to(ring.dtype.element_ty), mask=c < C)
-
-        first = tl.program_id(1) == 0
-        start = tl.load(base + row).to(tl.int64)
-        c = c[:, None]
-        step = tl.arange(0, PLACES)[None, :]
-        here = (c < C) & (step < W - 1)
-        to = tl.load(export_slot + row).to(tl.int64)
-        folded = tl.load(export_end + row).to(tl.int64) - start
-        if (to >= 0) & (folded >= 1) & (folded <= replayed + 1):
-            window = _series(
-                tokens, held, bank, slot, folded - (W - 1) + step, replayed, c, here,
-                x_stride, bank_stride, C, W - 1,
-            )  # fmt: skip
-            _store_window(bank, to, window, c, step, here, bank_stride, C, W - 1)
-            tell(report, num_rows + row, 2 * num_rows, to, folded, first)
-        to = tl.load(state_out + row).to(tl.int64)
-        window = _series(
-            tokens, held, bank, slot, replayed + 1 - (W - 1) + step, replayed, c, here,
-            x_stride, bank_stride, C, W - 1,
-        )  # fmt: skip
-        _store_window(bank, to, window, c, step, here, bank_stride, C, W - 1)
-        tell(report, row, 2 * num_rows, to, replayed + 1, first)
+                _store_channels(y + (wide * (MOST + 1) + own) * C, out, c, C, ALIGNED)
+            if own > 0:
+                raw = x0.to(ring.dtype.element_ty)
+                _store_channels(left + (own - 1) * C, raw, c, C, ALIGNED)
+            x3, x2, x1 = x2, x1, x0
+            if own == 0:
+                _save_window(bank, to, x3, x2, x1, c, bank_stride, C, W - 1)
+            if (own <= 0) & (step + 1 == passed):
+                _save_window(bank, export, x3, x2, x1, c, bank_stride, C, W - 1)
+    reached = (passed >= 1) & (passed <= replayed + 1)
+    told(report, row, 2 * num_rows, to, replayed + 1, seat >= 0, first)
+    told(report, num_rows + row, 2 * num_rows, export, passed, (seat >= 0) & reached, first)

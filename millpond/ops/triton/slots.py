@@ -14,10 +14,10 @@ from millpond.ops.batch import RowSlots, VerifyRows
 from millpond.ops.triton.shared import (
     LAUNCH,
     kernel,
-    no_report,
+    report_for,
     slot_stride,
-    tell,
     token_stride,
+    told,
 )
 
 BLOCK = 1024
@@ -27,7 +27,7 @@ BLOCK = 1024
 def boundary_store(x: torch.Tensor, *, bank: torch.Tensor, rows: RowSlots) -> None:
     """As the reference; a row without tokens writes nothing and reports nothing."""
     count, exports, size = rows.num_rows, rows.export_slot.shape[0], bank.shape[1]
-    report = no_report(count, exports, x.device)
+    report = report_for(count + exports, x.device)
     if count:
         _store[(count + exports, triton.cdiv(size, BLOCK))](
             x, bank, rows.cu_seqlens, rows.state_out,
@@ -57,7 +57,7 @@ def boundary_verify(
 ) -> None:
     """As the reference; of the drafts' vectors only those that there are go to the ring."""
     count, size = rows.num_rows, bank.shape[1]
-    report = no_report(count, count, x.device)
+    report = report_for(2 * count, x.device)
     if count:
         _verify[(2 * count, triton.cdiv(size, BLOCK))](
             x, bank, ring, rows.state_out, rows.base, rows.pending, rows.num_drafts, rows.parity,
@@ -87,19 +87,19 @@ def _store(
     row = target.to(tl.int64)
     if target >= num_rows:
         row = tl.load(export_row + e).to(tl.int64)
-    if (row >= 0) & (row < num_rows):
-        begin = tl.load(cu_seqlens + row).to(tl.int64)
-        length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
-        slot = tl.load(state_out + row).to(tl.int64)
-        folded = length
-        if target >= num_rows:
-            slot = tl.load(export_slot + e).to(tl.int64)
-            folded = tl.load(export_offset + e).to(tl.int64)
-        if (slot >= 0) & (folded >= 1) & (folded <= length):
-            source = x + (begin + folded - 1) * x_stride
-            _copy(source, bank + slot * bank_stride, i, SIZE)
-            first = tl.program_id(1) == 0
-            tell(report, target, num_rows + num_exports, slot, folded, first)
+    begin = tl.load(cu_seqlens + row).to(tl.int64)
+    length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
+    slot = tl.load(state_out + row).to(tl.int64)
+    folded = length
+    if target >= num_rows:
+        slot = tl.load(export_slot + e).to(tl.int64)
+        folded = tl.load(export_offset + e).to(tl.int64)
+    reached = (folded >= 1) & (folded <= length)
+    if reached & (slot >= 0):
+        source = x + (begin + folded - 1) * x_stride
+        _copy(source, bank + slot * bank_stride, i, SIZE)
+    first = tl.program_id(1) == 0
+    told(report, target, num_rows + num_exports, slot, folded, reached, first)
 
 
 @kernel
@@ -144,23 +144,23 @@ def _verify(
     is_export = target >= num_rows
     row = tl.where(is_export, target - num_rows, target).to(tl.int64)
     seat = tl.load(seats + row).to(tl.int64)
+    replayed = tl.load(pending + row).to(tl.int64)
+    slot = tl.load(state_out + row).to(tl.int64)
+    folded = replayed + 1
+    if is_export:
+        slot = tl.load(export_slot + row).to(tl.int64)
+        folded = tl.load(export_end + row).to(tl.int64) - tl.load(base + row).to(tl.int64)
+    reached = (seat >= 0) & (folded >= 1) & (folded <= replayed + 1)
+    told(report, target, 2 * num_rows, slot, folded, reached, tl.program_id(1) == 0)
     if seat >= 0:
-        replayed = tl.load(pending + row).to(tl.int64)
         held = tl.load(parity + row).to(tl.int64) * MOST
-        slot = tl.load(state_out + row).to(tl.int64)
-        folded = replayed + 1
-        if is_export:
-            slot = tl.load(export_slot + row).to(tl.int64)
-            folded = tl.load(export_end + row).to(tl.int64) - tl.load(base + row).to(tl.int64)
         of_seat = ring + seat * ring_stride
         own = x + row * (MOST + 1) * x_stride
-        if (slot >= 0) & (folded >= 1) & (folded <= replayed + 1):
+        if reached & (slot >= 0):
             if folded <= replayed:
                 _copy(of_seat + (held + folded - 1) * SIZE, bank + slot * bank_stride, i, SIZE)
             else:
                 _copy(own, bank + slot * bank_stride, i, SIZE)
-            first = tl.program_id(1) == 0
-            tell(report, target, 2 * num_rows, slot, folded, first)
         if target < num_rows:
             for draft in range(tl.load(num_drafts + row).to(tl.int32)):
                 left = of_seat + (MOST - held + draft) * SIZE
