@@ -81,9 +81,9 @@ class Watched:
         if torch.cuda.is_available():
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
-        before = self.engine.stats()
-        began = time.perf_counter()
-        run = Run(began, before)
+        counted = self.timed.counts()
+        run = Run(time.perf_counter(), self.engine.stats())
+        began = run.began
         waiting: list[tuple[float, int, Ask]] = []
         self._expect(waiting, traffic.first(), began)
         while True:
@@ -111,6 +111,9 @@ class Watched:
                     break
                 time.sleep(max(0.0, waiting[0][0] - time.perf_counter()))
         run.end(self.engine.stats(), self.timed.log)
+        now_counted = self.timed.counts()
+        run.graph_replays = now_counted.graph_replays - counted.graph_replays
+        run.late_compiles = now_counted.late_compiles - counted.late_compiles
         return run
 
     def _expect(self, waiting: list[tuple[float, int, Ask]], asks: list[Ask], known: float) -> None:
@@ -135,6 +138,8 @@ class Run:
     tracks: list[Track] = field(default_factory=list)
     slots_peak: int = 0
     pages_peak: int = 0
+    graph_replays: int = 0
+    late_compiles: int = 0  # kernels that a request waited for
     after: EngineStats | None = None
     log: StepLog = field(default_factory=StepLog)
 
@@ -201,6 +206,8 @@ class Run:
             "launch_us_per_step": 1e6 * log.launching / steps,
             "wait_us_per_step": 1e6 * log.waiting / steps,
             "idle_between_steps": log.idle_share(),
+            "graph_replays": self.graph_replays,
+            "late_compiles": self.late_compiles,
             "computed_prompt_tokens": log.prompt_tokens,
             "drawn_tokens": log.drawn,
             "wasted_tokens": log.drawn - self.gained("generated_tokens"),

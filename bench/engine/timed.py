@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from millpond.plan.counts import DeviceCounts, counts_of
 from millpond.plan.step import Capabilities, Executor, Launched, StepPlan, StepResult
 
 
@@ -84,6 +85,10 @@ class Timed:
         log.live_rows += len(plan.decode) + len(plan.verify)
         log.prompt_tokens += sum(len(row.tokens) for row in plan.prefill)
         return _Collected(launched, log, None if self._on_gpu else began)
+
+    def counts(self) -> DeviceCounts:
+        """Those of the other executor."""
+        return counts_of(self._inner) or DeviceCounts()
 
     def close(self) -> None:
         """Close the other executor."""

@@ -15,6 +15,7 @@ from bench.engine.forced import Forced, repeat_newest
 from bench.engine.models import CONFIGS, Sizes, write
 from bench.engine.timed import Timed
 from millpond.engine.loop import Engine, EngineSettings
+from millpond.engine.outbox import Sink
 from millpond.executor.uni import UniExecutor
 from millpond.models.base import describe
 from millpond.runtime.worker import Worker, choose_device, choose_dtype, load
@@ -53,15 +54,15 @@ class Tower:
     facts: dict[str, Any]  # sizes and times of the start, for a header
     forced: Forced | None = None
 
-    def engine(self, **settings: Any) -> Watched:
-        """An engine with these settings; whoever asked closes it before asking again."""
+    def engine(self, sink: Sink | None = None, **settings: Any) -> Watched:
+        """An engine with these settings; whoever asked closes it before asking again.
+
+        With a `sink` nothing is recorded.
+        """
         recorder = Recorder()
         timed = Timed(UniExecutor(self.worker), self.device)
-        return Watched(Engine(EngineSettings(**settings), timed, recorder), recorder, timed)
-
-    def counts(self) -> dict[str, int]:
-        """What the worker counted since it was made: kernels compiled, graphs replayed."""
-        return {}
+        engine = Engine(EngineSettings(**settings), timed, sink or recorder)
+        return Watched(engine, recorder, timed)
 
 
 def build(
@@ -102,8 +103,7 @@ def build(
         if worker.runner.proposer is not None:
             vocab = worker.capabilities.vocab_size
             proposer = worker.runner.proposer = Forced(worker.runner.proposer, vocab, place)
-    if hasattr(worker, "warm_up"):
-        worker.warm_up()
+    worker.warm_up()
     facts = {
         "model": str(model),
         "dtype": str(choose_dtype("auto", place)).removeprefix("torch."),

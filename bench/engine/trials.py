@@ -100,7 +100,6 @@ class Trials:
             trial=trial,
             asked=one.asked,
             settings=one.settings,
-            counts=tower.counts(),
             measures=found,
         )
         print(f"{one.label} #{trial}: {in_short(found)}", flush=True)
@@ -170,7 +169,7 @@ def in_short(m: dict[str, Any]) -> str:
     ]
     if m["draft_tokens"]:
         shown.append(f"accepted {m['accepted_tokens'] / m['draft_tokens']:.2f}")
-    wrong = ("cut", "nonfinite", "steps_failed", "preemptions", "short")
+    wrong = ("late_compiles", "cut", "nonfinite", "steps_failed", "preemptions", "short")
     return ", ".join(shown + [f"{name} {m[name]}" for name in wrong if m[name]])
 
 
