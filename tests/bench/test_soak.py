@@ -1,4 +1,4 @@
-"""Mixed traffic with aborts finds nothing wrong in a sound engine, and what is planted in others."""
+"""Mixed traffic with aborts finds nothing wrong in a sound engine, and what is planted in one."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_pages_that_are_not_given_back_are_missed(
     vacate = Ledger.vacate
 
     def forgetful(ledger: Ledger, sequence: Sequence) -> None:
-        if len(sequence.pages) > 3:
+        if sequence.pages:
             sequence.pages = sequence.pages[:-1]
         vacate(ledger, sequence)
 
