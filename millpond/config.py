@@ -299,11 +299,13 @@ class _Sizes:
     Seats first: each running request has a slot and a seat, and one spare slot is the source of a
     fan-out. Then the pages of one sequence of the longest length. On a GPU, where memory is what
     bounds them, checkpoints and pages share the rest as prefixes need them: a checkpoint closes at
-    most a ladder's interval of tokens, so each comes with the pages of one, up to four for each
-    request of the batch; what is left becomes pages. Elsewhere it is four for each request, and
-    pages are what is left. What does not fit is taken from the checkpoints first, then the batch,
-    then the session length.
+    most a ladder's interval of tokens, so each comes with the pages of one, up to `MOST_KEPT` or
+    four for each request of the batch; what is left becomes pages. Elsewhere it is four for each
+    request, and pages are what is left. What does not fit is taken from the checkpoints first, then
+    the batch, then the session length.
     """
+
+    MOST_KEPT = 1024
 
     def __init__(
         self,
@@ -334,7 +336,7 @@ class _Sizes:
         budget = config.prefix_cache_state_budget
         self.checkpoints = (4 * self.batch if budget is None else budget) if caching else 0
         if device == "cuda" and budget is None and caching and config.num_state_slots is None:
-            self.checkpoints = self.with_their_pages(self.checkpoints)
+            self.checkpoints = self.with_their_pages(max(self.MOST_KEPT, self.checkpoints))
         if config.num_state_slots is None:
             self.fit_slots()
         else:

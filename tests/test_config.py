@@ -309,3 +309,68 @@ def test_importing_the_package_imports_neither_torch_nor_the_server():
         "sys.exit(any(m in sys.modules for m in ('torch', 'fastapi', 'jinja2')))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+FACTS = st.builds(
+    ModelFacts,
+    name=st.just("m"),
+    slot_bytes=st.integers(1_000, 200 * MIB),
+    page_bytes=st.integers(100, 4 * MIB),
+    seat_bytes=st.integers(0, 5 * MIB),
+    weight_bytes=st.just(0),
+    max_position=st.integers(64, 1 << 20),
+)
+
+
+@given(
+    facts=FACTS,
+    available=st.integers(16 * MIB, 256 * GIB),
+    batch=st.one_of(st.none(), st.integers(1, 300)),
+    interval=st.sampled_from([64, 512, 4096]),
+    pages=st.one_of(st.none(), st.integers(1, 5000)),
+)
+def test_on_a_gpu_seats_come_first_and_every_checkpoint_has_the_pages_it_closes(
+    facts, available, batch, interval, pages
+):
+    config = PytorchEngineConfig(
+        max_batch_size=batch, checkpoint_interval=interval, num_kv_pages=pages
+    )
+    try:
+        r = resolve(config, facts, available=available, device="cuda")
+    except Refused:
+        return
+    assert r.cache_bytes <= r.cache_budget <= available
+    assert r.num_slots == r.num_seats + 1 + r.checkpoint_budget
+    assert 1 <= r.checkpoint_budget <= max(1024, 4 * r.max_batch_size)
+    if batch is not None:
+        assert r.max_batch_size == batch
+    if pages is not None:
+        assert r.num_pages == pages
+    elif r.checkpoint_budget > 1:
+        prefix = min(interval, r.session_len) // PAGE
+        assert r.num_pages >= min(
+            r.checkpoint_budget * prefix + r.session_len // PAGE,
+            (r.max_batch_size + r.checkpoint_budget) * -(-r.session_len // PAGE),
+        )
+        # One more checkpoint with its pages would not have fitted beside the longest sequence.
+        one_more = facts.slot_bytes + prefix * facts.page_bytes
+        full = r.checkpoint_budget == max(1024, 4 * r.max_batch_size)
+        left = r.num_pages - r.session_len // PAGE - r.checkpoint_budget * prefix
+        unused = r.cache_budget - r.cache_bytes
+        assert full or left * facts.page_bytes + unused < 2 * one_more + 2 * facts.page_bytes
+
+
+def test_a_gpu_is_asked_for_no_more_than_it_has_and_the_cpu_keeps_its_rule():
+    config = PytorchEngineConfig(cache_memory="5GiB")
+    with pytest.raises(Refused, match=r"cache_memory=5GiB.*4\.0 GiB"):
+        resolve(config, TINY, available=4 * GIB, device="cuda")
+    assert resolve(config, TINY, available=4 * GIB).cache_budget == 5 * GIB
+    r = derive()
+    assert r.checkpoint_budget == 4 * r.max_batch_size
+
+
+def test_explicit_slots_and_pages_win_over_what_was_measured():
+    config = PytorchEngineConfig(num_state_slots=40, num_kv_pages=500, max_batch_size=8)
+    for available in (4 * GIB, 8 * GIB):
+        r = resolve(config, TINY, available=available, device="cuda")
+        assert (r.num_slots, r.num_pages) == (40, 500)

@@ -1,8 +1,9 @@
-"""The executor of one process: plans run inline, on the thread that brings them."""
+"""The executor of one process: plans are launched on the thread that brings them."""
 
 from __future__ import annotations
 
 from millpond.errors import Broken
+from millpond.plan.counts import DeviceCounts
 from millpond.plan.step import Capabilities, Launched, StepPlan
 from millpond.runtime.reach import Made
 from millpond.runtime.worker import Worker
@@ -39,6 +40,10 @@ class UniExecutor:
         if self._worker is None:
             raise Broken(f"step {plan.step} was sent to a closed executor")
         return self._worker.launch(plan)
+
+    def counts(self) -> DeviceCounts:
+        """Kernels and graphs, since the start."""
+        return DeviceCounts() if self._worker is None else self._worker.counts()
 
     def close(self) -> None:
         """Give back model and arenas. Closing twice is closing once."""

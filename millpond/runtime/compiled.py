@@ -6,7 +6,7 @@ Knows Triton's hook and kernel names; does not know what made a kernel necessary
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from importlib import import_module
 from typing import Any
 
@@ -61,8 +61,22 @@ class Compilations:
             " start-up should have run it",
             getattr(kernel, "module", "?"),
             getattr(kernel, "name", "?"),
-            told.get("repr", "a key that Triton does not tell"),
+            _key(told.get("compile", {})),
         )
+
+
+def _key(compiled: Mapping[str, Any]) -> str:
+    """What a kernel was compiled for: types, what is known of their values, constants."""
+    signature = compiled.get("signature", {})
+    known: Mapping[Any, Any] = (compiled.get("configs") or ({},))[0]
+    constants = compiled.get("constants", {})
+    parts = []
+    for place, (name, kind) in enumerate(signature.items()):
+        if (place,) in constants:
+            parts.append(f"{name}={constants[place,]}")
+        else:
+            parts.append(f"{name}: {kind}" + ("/16" if (place,) in known else ""))
+    return f"({', '.join(parts)}), {compiled.get('num_warps', '?')} warps"
 
 
 COMPILATIONS = Compilations()

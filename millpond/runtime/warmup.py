@@ -133,7 +133,7 @@ class _Plans:
     @property
     def is_live(self) -> bool:
         """Whether sequences that have drawn a token go on as verify rows."""
-        return self.c.num_draft_tokens > 0
+        return self.c.num_draft_tokens > 0 or self.c.runs_ahead
 
     @property
     def last(self) -> int:

@@ -25,6 +25,7 @@ from millpond.ops.bind import AUTO, Bound, bind
 from millpond.plan.counts import DeviceCounts
 from millpond.plan.step import PAGE_SIZE, Capabilities, Launched, StepPlan, StepResult
 from millpond.runtime.compiled import COMPILATIONS
+from millpond.runtime.graphs import bucket_sizes
 from millpond.runtime.propose import DraftModel
 from millpond.runtime.reach import made, memory_of
 from millpond.runtime.runner import ModelRunner
@@ -62,7 +63,8 @@ class Worker:
     """Runs plans on one device. Making one allocates all its memory for state and KV.
 
     `layout` is that of `num_draft_tokens`. `num_threads` bounds the CPU threads of a step (None: as
-    many as torch uses by itself).
+    many as torch uses by itself). With `runs_ahead` live sequences verify, also no drafts (None: on
+    a GPU, where a step is launched while the one before runs).
     """
 
     def __init__(
@@ -81,13 +83,14 @@ class Worker:
         eos_token_ids: tuple[int, ...] = (),
         debug_poison: bool = False,
         num_threads: int | None = None,
+        runs_ahead: bool | None = None,
     ) -> None:
         self.device = device
         self.num_threads = num_threads
         self._like_this = partial(
             Worker, model, layout, device=device, vocab_size=vocab_size, max_position=max_position,
             ops=ops, num_draft_tokens=num_draft_tokens, eos_token_ids=eos_token_ids,
-            num_threads=num_threads,
+            num_threads=num_threads, runs_ahead=runs_ahead,
         )  # fmt: skip
         self.capabilities = Capabilities(
             num_slots=num_slots,
@@ -97,7 +100,7 @@ class Worker:
             vocab_size=vocab_size,
             max_position=max_position,
             num_draft_tokens=num_draft_tokens,
-            runs_ahead=device.type == "cuda",
+            runs_ahead=device.type == "cuda" if runs_ahead is None else runs_ahead,
         )
         ring = HostRing(device)
         arenas = Arenas.allocate(
@@ -151,17 +154,23 @@ class Worker:
 
         `prefill_tokens`: the most that one step folds of prompts. Raises `Refused`.
         """
-        graphs = getattr(self.runner, "num_graphs", 0)
-        return measure(self.execute, self.capabilities, prefill_tokens, meter, num_graphs=graphs)
+        c = self.capabilities
+        graphs = 2 * len(bucket_sizes(c.num_seats)) if c.runs_ahead else 0
+        return measure(self.execute, c, prefill_tokens, meter, num_graphs=graphs)
 
     def capture(self, progress: Progress = ignore) -> None:
-        """Capture the graphs of steady steps, where the runner has any."""
-        if hasattr(self.runner, "capture"):
+        """Record the steady steps of a GPU as graphs; elsewhere there is nothing to gain."""
+        if self.device.type == "cuda":
             self.runner.capture(progress)
 
     def counts(self) -> DeviceCounts:
         """Kernels and graphs."""
-        return DeviceCounts(compiles=COMPILATIONS.at_start, late_compiles=COMPILATIONS.late)
+        return DeviceCounts(
+            compiles=COMPILATIONS.at_start,
+            late_compiles=COMPILATIONS.late,
+            graph_captures=self.runner.num_captures,
+            graph_replays=self.runner.num_replays,
+        )
 
     def memory(self) -> RankMemory:
         """Slots and pages, as a store may reach them. Raises `Refused`."""
@@ -172,7 +181,7 @@ class Worker:
         return self.launch(plan).result()
 
     def launch(self, plan: StepPlan) -> Launched:
-        """Hand one plan to the device; its result raises what went wrong."""
+        """Hand one plan to the device; what goes wrong with it is raised by its result."""
         before = torch.get_num_threads()
         if self.num_threads is None or self.num_threads >= before:
             return self.runner.launch(plan)
