@@ -158,12 +158,11 @@ class ModelRunner:
             return None
         seats = tuple(row.seat for row in plan.verify)
         width, count = self.staging.num_drafts + 1, len(seats)
-        plain = self.verifier.seats.is_plain
         if (
             plan.masks
             or plan.tell_drafts
             or self.proposer is not steady.proposer
-            or not all(plain(row.seat, row.start + 1) for row in plan.verify)
+            or not self.verifier.seats.all_plain(plan.verify)
         ):
             after = bucket.forwarded.first(count)
             drafted = Drafted(seats, after.rows, after.tokens)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from math import inf
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from millpond.ops.batch import Sampled
 from millpond.ops.bind import Bound
 from millpond.ops.reference.sampling import SamplingRows
 from millpond.plan.sampling import SamplingParams
-from millpond.plan.step import SeatLoad
+from millpond.plan.step import SeatLoad, VerifyRow
 
 NOBODY = SamplingParams(max_tokens=1, temperature=0.0)
 """How a row of no seat draws; nothing is done with what it draws."""
@@ -48,6 +49,8 @@ class SeatSampling:
         self._eos = tuple(eos_token_ids)
         self._params: list[SamplingParams | None] = [None] * num_seats
         self._prompt_len = [0] * num_seats
+        # From which position on each seat draws plainly; the last entry is that of no seat, -1.
+        self._plain_from: list[float] = [inf] * num_seats + [0]
         # Rows: temperature, top_p, min_p, repetition, presence, frequency. Kernels want each one
         # contiguous by seat.
         self._floats = torch.zeros((6, num_seats), dtype=torch.float32, device=device)
@@ -68,6 +71,10 @@ class SeatSampling:
             p = load.params
             self._params[load.seat] = p
             self._prompt_len[load.seat] = load.prompt_len
+            if p.has_penalties or p.logit_bias or p.logprobs is not None:
+                self._plain_from[load.seat] = inf
+            else:
+                self._plain_from[load.seat] = load.prompt_len + p.min_tokens
             floats.append(
                 (
                     p.temperature,
@@ -101,15 +108,10 @@ class SeatSampling:
             raise LookupError(f"seat {seat} draws a token and was never loaded")
         return params
 
-    def is_plain(self, seat: int, position: int) -> bool:
-        """Whether drawing for `position` and on needs no more than `plain_rows` says."""
-        p = self.params(seat)
-        return (
-            not p.has_penalties
-            and not p.logit_bias
-            and p.logprobs is None
-            and (p.min_tokens == 0 or position >= self._prompt_len[seat] + p.min_tokens)
-        )
+    def all_plain(self, rows: Sequence[VerifyRow]) -> bool:
+        """Whether all that these rows draw needs no more than `plain_rows` says."""
+        plain_from = self._plain_from
+        return all(plain_from[row.seat] <= row.start + 1 for row in rows)
 
     def plain_rows(self, seat: torch.Tensor) -> SamplingRows:
         """How rows of seats [M] draw by noise and filters alone; the host need not know the seats.
