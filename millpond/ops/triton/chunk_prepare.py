@@ -1,0 +1,335 @@
+"""What chunks of the delta rule need that takes no state: every chunk and head by itself.
+
+Per chunk of 64 tokens: the inverse of the triangular system with beta in its columns (`solve`), the
+query-key products with their decay (`qk`), and how queries and keys decay: by channel as tiles that
+are ready for the products with a state, by head as one number a token. Knows no state.
+
+Decay. An exponent is a sum of log decays of consecutive tokens, never a difference of two such
+sums, except where fp64 holds them (by head) and where a sub-block of 32 tokens is taken around its
+middle (bounded decay by channel): there terms of one sign are summed from the middle outwards.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from millpond.ops.triton.shared import kernel, log_decay, product, rounded, row_of_block, sigmoid
+
+LOWEST_AROUND_MIDDLE = -5.0
+"""Log decays of at least this: e^(16 * 5) is the most that a sub-block's middle can meet."""
+
+PAIRS = 64 * 64
+"""Elements of `solve` and of `qk`, which open a chunk's record; tiles [64, K] follow, by channel:
+keys and queries with the decay since the chunk's start, keys with that until its end."""
+
+SCALES = 4 * 64
+"""fp32 numbers of a chunk when decay is by head: `since` for keys, for queries, `until` for keys,
+each [64] and with the vector's length in it, then what the chunk leaves of a state."""
+
+
+@triton.jit
+def _sums(which, g):
+    """which [64, 64] of 0 and 1 picks, for every row, consecutive log decays of g [64, KP]."""
+    return tl.dot(which.to(tl.float32), g, input_precision="tf32x3")
+
+
+@triton.jit
+def _spread(x):
+    """x [4, 16, 16] -> [64, 64] with x along the diagonal."""
+    b = tl.arange(0, 4)
+    same = b[:, None, None, None] == b[None, None, :, None]
+    return tl.reshape(tl.where(same, x[:, :, None, :], 0.0), (64, 64))
+
+
+@triton.jit
+def _pairs_joined(a, inverse, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """From inverses of blocks of SIZE / 2 along the diagonal of I + a to those of SIZE."""
+    i = tl.arange(0, 64)
+    pair = (i // SIZE)[:, None] == (i // SIZE)[None, :]
+    below = (i // (SIZE // 2))[:, None] != (i // (SIZE // 2))[None, :]
+    moved = product(tl.where(pair & below, a, 0.0), inverse, tl.float32, PRECISION)
+    return inverse - product(inverse, moved, tl.float32, PRECISION)
+
+
+@triton.jit
+def _unit_lower_inverse(a, PRECISION: tl.constexpr):
+    """(I + a)^-1 for a [64, 64] strictly lower: sub-blocks of 16 row after row, then pairs of them.
+
+    Stable where powers of a are not.
+    """
+    b = tl.arange(0, 4)
+    r = tl.arange(0, 16)
+    same = b[:, None, None, None] == b[None, None, :, None]
+    own = tl.sum(tl.where(same, tl.reshape(a, (4, 16, 4, 16)), 0.0), 2)
+    own = tl.trans(own, (0, 2, 1))
+    small = (r[:, None] == r[None, :]).to(tl.float32)[None, :, :] + tl.zeros(
+        [4, 16, 16], tl.float32
+    )
+    for row in range(1, 16):
+        factors = tl.sum(tl.where((r == row)[None, None, :], own, 0.0), 2)
+        known = tl.sum(factors[:, :, None] * small, 1)
+        small = tl.where((r == row)[None, :, None], small - known[:, None, :], small)
+    inverse = _spread(small)
+    inverse = _pairs_joined(a, _spread(small), 32, PRECISION)
+    return _pairs_joined(a, inverse, 64, PRECISION)
+
+
+@triton.jit
+def _pairs_anyhow(q, k, g, KP: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """k_i . k_j and q_i . k_j with the decay by channel from j to i, [64, 64] each, for j <= i.
+
+    Any decay: pairs within a sub-block of 16 one by one, others split at a boundary between them.
+    """
+    b = tl.arange(0, 4)
+    t = tl.arange(0, 16)
+    k3 = tl.reshape(k, (4, 16, KP))
+    q3 = tl.reshape(q, (4, 16, KP))
+    g3 = tl.reshape(g, (4, 16, KP))
+    kk = (b[:, None, None] + t[None, :, None] + t[None, None, :]).to(tl.float32) * 0.0
+    qk = kk
+    between = k3 * 0.0  # of token i: log decays after token j up to i
+    for back in range(16):
+        j = 15 - back
+        here = (t == j)[None, :, None]
+        right = tl.sum(tl.where(here, k3, 0.0), 1)[:, None, :] * tl.exp(between)
+        column = (t == j)[None, None, :]
+        kk = tl.where(column, tl.sum(k3 * right, 2)[:, :, None], kk)
+        qk = tl.where(column, tl.sum(q3 * right, 2)[:, :, None], qk)
+        next_g = tl.sum(tl.where(here, g3, 0.0), 1)[:, None, :]
+        between = tl.where((t >= j)[None, :, None], between + next_g, 0.0)
+    kk = _spread(kk)
+    qk = _spread(qk)
+    i = tl.arange(0, 64)
+    for boundary in range(16, 64, 16):
+        later = (i // 16) * 16 == boundary
+        earlier = i < boundary
+        of = later[:, None] & (i >= boundary)[None, :] & (i[None, :] <= i[:, None])
+        since = tl.exp(_sums(of, g))
+        of = earlier[:, None] & earlier[None, :] & (i[None, :] > i[:, None])
+        right = tl.trans(k * tl.exp(_sums(of, g)))
+        meant = later[:, None] & earlier[None, :]
+        kk = tl.where(meant, product(k * since, right, OPERAND, PRECISION), kk)
+        qk = tl.where(meant, product(q * since, right, OPERAND, PRECISION), qk)
+    return kk, qk
+
+
+@triton.jit
+def _unit_rows(x, EPS: tl.constexpr):
+    """What makes the rows of x [64, KP] unit vectors: [64]."""
+    return tl.rsqrt(tl.sum(x * x, 1) + EPS)
+
+
+@triton.jit
+def _store_tile(at, x, i, keys, K: tl.constexpr):
+    """x [64, KP] into a tile [64, K]."""
+    inside = (i >= 0)[:, None] & (keys < K)[None, :]
+    tl.store(at + i[:, None] * K + keys[None, :], rounded(x, at.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def _by_channel(
+    q, k, q_unit, k_unit, g, tiles, fall, i, keys,
+    K: tl.constexpr, KP: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Raw q, k [64, KP], their rows' scales, log decays g [64, KP] -> products; stores tiles."""
+    k = k.to(tl.float32) * k_unit[:, None]
+    q = q.to(tl.float32) * q_unit[:, None]
+    since = tl.exp(_sums(i[:, None] >= i[None, :], g))
+    _store_tile(tiles, k * since, i, keys, K)
+    _store_tile(tiles + 64 * K, q * since, i, keys, K)
+    until = tl.exp(_sums(i[:, None] < i[None, :], g))
+    _store_tile(tiles + 2 * 64 * K, k * until, i, keys, K)
+    tl.store(fall + keys, tl.exp(tl.sum(g, 0)), mask=keys < K)
+    return _pairs_anyhow(q, k, g, KP, OPERAND, PRECISION)
+
+
+@triton.jit
+def _around_middle(
+    q, k, q_unit, k_unit, g, kk, qk, tiles, fall, i, keys,
+    K: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_by_channel` for some key channels [64, C] with bounded decay; adds to kk and qk."""
+    # Sums from the middle of a sub-block of 32 outwards; two operands hold g to 2^-17 in bf16.
+    middle = (i // 32) * 32 + 15
+    up = (middle[:, None] < i[None, :]) & (i[None, :] <= i[:, None])
+    down = (i[:, None] < i[None, :]) & (i[None, :] <= middle[:, None])
+    which = (up.to(tl.float32) - down.to(tl.float32)).to(OPERAND)
+    high = rounded(g, OPERAND)
+    low = rounded(g - high.to(tl.float32), OPERAND)
+    about = product(which, high, OPERAND, PRECISION) + product(which, low, OPERAND, PRECISION)
+    first = tl.exp(tl.sum(tl.where((i < 16)[:, None], g, 0.0), 0))
+    between = tl.exp(tl.sum(tl.where(((i >= 16) & (i < 48))[:, None], g, 0.0), 0))
+    last = tl.exp(tl.sum(tl.where((i >= 48)[:, None], g, 0.0), 0))
+    tl.store(fall + keys, first * between * last, mask=keys < K)
+    early = (i < 32)[:, None]
+
+    ks = k.to(tl.float32) * k_unit[:, None]
+    back = ks * tl.exp(-about)
+    until = tl.where(early, back * (between * last)[None, :], back * last[None, :])
+    _store_tile(tiles + 2 * 64 * K, until, i, keys, K)
+    near = tl.trans(rounded(back, OPERAND))
+    # As later queries and keys see them: those of the first sub-block with the decay between.
+    far = tl.trans(rounded(tl.where(early, back * between[None, :], back), OPERAND))
+    grown = tl.exp(about)
+    ks *= grown
+    since = tl.where(early, ks * first[None, :], ks * (first * between)[None, :])
+    _store_tile(tiles, since, i, keys, K)
+    kk += product(tl.where(early, ks, 0.0), near, OPERAND, PRECISION)
+    kk += product(tl.where(early, 0.0, ks), far, OPERAND, PRECISION)
+    qs = q.to(tl.float32) * q_unit[:, None] * grown
+    since = tl.where(early, qs * first[None, :], qs * (first * between)[None, :])
+    _store_tile(tiles + 64 * K, since, i, keys, K)
+    qk += product(tl.where(early, qs, 0.0), near, OPERAND, PRECISION)
+    qk += product(tl.where(early, 0.0, qs), far, OPERAND, PRECISION)
+    return kk, qk
+
+
+@triton.jit
+def _by_head(q, k, q_unit, k_unit, g, scales, i, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
+    """Raw q, k [64, KP], their rows' scales and log decays g [64] -> as `_by_channel`."""
+    sums = tl.cumsum(g.to(tl.float64), 0)
+    total = tl.sum(g.to(tl.float64), 0)
+    since = tl.exp(sums.to(tl.float32))
+    tl.store(scales + i, k_unit * since)
+    tl.store(scales + 64 + i, q_unit * since)
+    tl.store(scales + 2 * 64 + i, k_unit * tl.exp((total - sums).to(tl.float32)))
+    tl.store(scales + 3 * 64 + i, tl.exp(total.to(tl.float32)) + i * 0.0)
+    factor = tl.exp(tl.minimum((sums[:, None] - sums[None, :]).to(tl.float32), 0.0))
+    factor *= k_unit[None, :]
+    right = tl.trans(k)
+    kk = product(k, right, OPERAND, PRECISION) * (factor * k_unit[:, None])
+    qk = product(q, right, OPERAND, PRECISION) * (factor * q_unit[:, None])
+    return kk, qk
+
+
+@triton.jit
+def _channel_decays(
+    decay_at, dt_bias, token, stride, head, keys, inside, rate, bound,
+    K: tl.constexpr, BOUNDED: tl.constexpr,
+):  # fmt: skip
+    """Log decays of some key channels of a chunk, fp32, 0 outside."""
+    own = head * K + keys
+    bias = tl.load(dt_bias + own, mask=keys < K, other=0.0).to(tl.float32)
+    raw = tl.load(decay_at + token[:, None] * stride + own[None, :], mask=inside, other=0.0)
+    g = log_decay(raw.to(tl.float32), rate, bias[None, :], bound, BOUNDED)
+    return tl.where(inside, g, 0.0)
+
+
+@triton.jit
+def _bounded(
+    q_rows, k_rows, q_unit, k_unit, decay_at, dt_bias, token, stride, head, live, rate, bound,
+    tiles, fall, i, K: tl.constexpr, KP: tl.constexpr, PART: tl.constexpr, BOUNDED: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_by_channel` where decay is bounded: some key channels after others."""
+    kk = tl.zeros([64, 64], tl.float32)
+    qk = tl.zeros([64, 64], tl.float32)
+    for part in tl.range(0, KP, PART, num_stages=1):
+        keys = part + tl.arange(0, PART)
+        inside = live[:, None] & (keys < K)[None, :]
+        q = tl.load(q_rows + keys[None, :], mask=inside, other=0.0)
+        k = tl.load(k_rows + keys[None, :], mask=inside, other=0.0)
+        g = _channel_decays(
+            decay_at, dt_bias, token, stride, head, keys, inside, rate, bound, K, BOUNDED
+        )
+        kk, qk = _around_middle(
+            q, k, q_unit, k_unit, g, kk, qk, tiles, fall, i, keys, K, OPERAND, PRECISION
+        )
+    return kk, qk
+
+
+@triton.jit
+def wanted(export_row, export_offset, export_slot, e, there, row, length):
+    """Exports e, if there, as a row can give them: slots (negative: none), offsets, chunks so far.
+
+    A row has its state at the ends of its chunks.
+    """
+    of_row = tl.load(export_row + e, mask=there, other=-1) == row
+    offset = tl.load(export_offset + e, mask=there, other=0).to(tl.int64)
+    slot = tl.load(export_slot + e, mask=there, other=-1).to(tl.int64)
+    whole = (offset // 64) * 64 == offset
+    fits = of_row & (offset >= 1) & (offset <= length) & (whole | (offset == length))
+    return tl.where(fits, slot, -1), offset, (offset + 63) // 64
+
+
+@triton.jit
+def _slot_due(export_row, export_offset, export_slot, num_exports, row, length, chunk):
+    """The highest slot that wants the state after a row's chunk, or -1."""
+    found = length * 0 - 1
+    for e0 in range(0, num_exports, 64):
+        e = e0 + tl.arange(0, 64)
+        slot, _, chunks = wanted(
+            export_row, export_offset, export_slot, e, e < num_exports, row, length
+        )
+        found = tl.maximum(found, tl.max(tl.where(chunks == chunk + 1, slot, -1), 0))
+    return found
+
+
+@kernel
+def _prepare(
+    q_at, k_at, decay_at, beta, a_log, dt_bias, work, scales, due, cu_seqlens,
+    export_row, export_offset, export_slot, num_rows, num_exports, bound,
+    q_stride, k_stride, decay_stride, beta_stride,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    BOUNDED: tl.constexpr, EPS: tl.constexpr, RECORD: tl.constexpr, NUMBERS: tl.constexpr,
+    AROUND_MIDDLE: tl.constexpr, PART: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """One chunk of one row, one head."""
+    block = tl.program_id(0)
+    head = tl.program_id(1)
+    row = row_of_block(cu_seqlens, num_rows, block, 64)
+    begin = tl.load(cu_seqlens + row).to(tl.int64)
+    length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
+    first = (block - (begin // 64 + row)) * 64
+    if first < length:
+        if head == 0:
+            to = _slot_due(
+                export_row, export_offset, export_slot, num_exports, row, length, first // 64
+            )
+            tl.store(due + block, to)
+        i = tl.arange(0, 64)
+        keys = tl.arange(0, KP)
+        key_head = head // (H // HK)
+        live = i < length - first
+        token = begin + first + i
+        inside = live[:, None] & (keys < K)[None, :]
+        record = work + (block.to(tl.int64) * H + head) * RECORD
+        numbers = scales + (block.to(tl.int64) * H + head) * NUMBERS
+        rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+        weight = tl.load(beta + token * beta_stride + head, mask=live, other=0.0)
+        weight = tl.where(live, sigmoid(weight.to(tl.float32)), 0.0)
+        own = key_head * K + keys
+        q_rows = q_at + token[:, None] * q_stride
+        k_rows = k_at + token[:, None] * k_stride
+        q = tl.load(q_rows + own[None, :], mask=inside, other=0.0)
+        k = tl.load(k_rows + own[None, :], mask=inside, other=0.0)
+        q_unit = _unit_rows(q.to(tl.float32), EPS) * (K**-0.5)
+        k_unit = _unit_rows(k.to(tl.float32), EPS)
+        if AROUND_MIDDLE:
+            kk, qk = _bounded(
+                q_rows + key_head * K, k_rows + key_head * K, q_unit, k_unit,
+                decay_at, dt_bias, token, decay_stride, head, live, rate, bound,
+                record + 2 * 4096, numbers, i, K, KP, PART, BOUNDED, OPERAND, PRECISION,
+            )  # fmt: skip
+        elif BY_CHANNEL:
+            g = _channel_decays(
+                decay_at, dt_bias, token, decay_stride, head, keys, inside, rate, bound, K, BOUNDED
+            )
+            kk, qk = _by_channel(
+                q, k, q_unit, k_unit, g, record + 2 * 4096, numbers, i, keys,
+                K, KP, OPERAND, PRECISION,
+            )  # fmt: skip
+        else:
+            bias = tl.load(dt_bias + head).to(tl.float32)
+            raw = tl.load(decay_at + token * decay_stride + head, mask=live, other=0.0)
+            g = tl.where(live, log_decay(raw.to(tl.float32), rate, bias, bound, BOUNDED), 0.0)
+            kk, qk = _by_head(q, k, q_unit, k_unit, g, numbers, i, OPERAND, PRECISION)
+        kind = work.dtype.element_ty
+        pair = record + i[:, None] * 64 + i[None, :]
+        qk = tl.where(i[:, None] >= i[None, :], qk, 0.0)
+        tl.store(pair + 4096, rounded(qk, kind))
+        lower = tl.where(i[:, None] > i[None, :], weight[:, None] * kk, 0.0)
+        inverse = _unit_lower_inverse(lower, PRECISION)
+        tl.store(pair, rounded(inverse * weight[None, :], kind))

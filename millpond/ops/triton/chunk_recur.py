@@ -1,0 +1,155 @@
+"""The delta rule along the chunks of a row, from slot to slot, with what `chunk_prepare` made.
+
+A program holds all key channels and some value channels of one head's state, fp32, in registers.
+One loop runs over all chunks of its row, so that loads stay ahead of it: where a state is wanted on
+the way, it is stored in passing. Knows nothing of decay inputs, beta or norms.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from millpond.ops.triton.chunk_prepare import wanted
+from millpond.ops.triton.shared import kernel, product, rounded, tell
+
+
+@triton.jit
+def _load_state(bank, slot, head, keys, values, stride, K: tl.constexpr, V: tl.constexpr):
+    """One head's rows `values` of a slot [KP, BV] fp32; zero where there is no slot."""
+    inside = (keys < K)[:, None] & (values < tl.where(slot >= 0, V, 0))[None, :]
+    at = bank + tl.maximum(slot, 0) * stride + head * (V * K)
+    return tl.load(at + values[None, :] * K + keys[:, None], mask=inside, other=0.0)
+
+
+@triton.jit
+def _store_state(bank, slot, s, head, keys, values, stride, K: tl.constexpr, V: tl.constexpr):
+    """s [KP, BV] into one head's rows of a slot, unless there is none."""
+    inside = (keys < K)[:, None] & (values < tl.where(slot >= 0, V, 0))[None, :]
+    at = bank + tl.maximum(slot, 0) * stride + head * (V * K)
+    tl.store(at + values[None, :] * K + keys[:, None], s, mask=inside)
+
+
+@triton.jit
+def _tile(at, inside, WHOLE: tl.constexpr):
+    """A tile of the workspace, zero outside; a mask that is not needed is in the way of copies."""
+    if WHOLE:
+        tile = tl.load(at)
+    else:
+        tile = tl.load(at, mask=inside, other=0.0)
+    return tile
+
+
+@triton.jit
+def _copies(
+    bank, due, export_row, export_offset, export_slot, report, row, length, block, num_rows,
+    num_exports, first, head, keys, values, bank_stride, K: tl.constexpr, V: tl.constexpr,
+):  # fmt: skip
+    """Tell what a row exported; fill slots that were wanted at one place with another's."""
+    of = num_rows + num_exports
+    left = 0
+    for e0 in range(0, num_exports, 64):
+        e = e0 + tl.arange(0, 64)
+        slot, offset, chunks = wanted(
+            export_row, export_offset, export_slot, e, e < num_exports, row, length
+        )
+        told = tl.where(first, slot, -1) >= 0
+        tl.store(report + num_rows + e, slot, mask=told)
+        tl.store(report + of + num_rows + e, offset, mask=told)
+        stored = tl.load(due + block + chunks - 1, mask=slot >= 0, other=-1)
+        left += tl.sum(((slot >= 0) & (slot != stored)).to(tl.int32), 0)
+    if left > 0:
+        for e0 in range(num_exports):
+            e = e0 + tl.arange(0, 1)
+            slot, _, chunks = wanted(export_row, export_offset, export_slot, e, e >= 0, row, length)
+            stored = tl.load(due + block + chunks - 1, mask=slot >= 0, other=-1)
+            to = tl.max(tl.where(slot != stored, slot, -1), 0)
+            if to >= 0:
+                tl.debug_barrier()
+                s = _load_state(bank, tl.max(stored, 0), head, keys, values, bank_stride, K, V)
+                tl.debug_barrier()
+                _store_state(bank, to, s, head, keys, values, bank_stride, K, V)
+
+
+@kernel
+def _recur(
+    q_at, k_at, v_at, work, scales, due, o_at, bank, cu_seqlens, state_in, state_out,
+    export_row, export_offset, export_slot, report, num_rows, num_exports,
+    q_stride, k_stride, v_stride, bank_stride,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr,
+    BV: tl.constexpr, BY_CHANNEL: tl.constexpr, RECORD: tl.constexpr, NUMBERS: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """One row and head, BV value channels, along the chunks."""
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    first = (tl.program_id(0) == 0) & (head == 0)
+    key_head = head // (H // HK)
+    keys = tl.arange(0, KP)
+    values = tl.program_id(0) * BV + tl.arange(0, BV)
+    i = tl.arange(0, 64)
+    begin = tl.load(cu_seqlens + row).to(tl.int64)
+    length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
+    block = begin // 64 + row
+    s = _load_state(
+        bank, tl.load(state_in + row).to(tl.int64), head, keys, values, bank_stride, K, V
+    )
+    tile_at = i[:, None] * K + keys[None, :]
+    pair_at = i[:, None] * 64 + i[None, :]
+    some_keys = (keys < K)[None, :]
+    some_values = (values < V)[None, :]
+    for chunk in tl.range(0, ((length + 63) // 64).to(tl.int32), num_stages=STAGES):
+        to = tl.load(due + block + chunk)
+        record = work + ((block + chunk) * H + head) * RECORD
+        numbers = scales + ((block + chunk) * H + head) * NUMBERS
+        place = chunk * 64 + i
+        # Rows after the last token repeat it: what they are multiplied with is zero.
+        token = begin + tl.minimum(place, length - 1)
+        solve = tl.load(record + pair_at)
+        pairs = tl.load(record + 4096 + pair_at)
+        vs = _tile(
+            v_at + token[:, None] * v_stride + head * V + values[None, :], some_values, V % BV == 0
+        )
+        if BY_CHANNEL:
+            tiles = record + 2 * 4096
+            k_since = _tile(tiles + tile_at, some_keys, K == KP)
+            q_since = _tile(tiles + 64 * K + tile_at, some_keys, K == KP)
+            k_until = _tile(tiles + 2 * 64 * K + tile_at, some_keys, K == KP)
+            fall = tl.load(numbers + keys, mask=keys < K, other=0.0)[:, None]
+        else:
+            own = key_head * K + keys[None, :]
+            k_since = _tile(k_at + token[:, None] * k_stride + own, some_keys, K == KP)
+            q_since = _tile(q_at + token[:, None] * q_stride + own, some_keys, K == KP)
+            k_until = k_since
+            of_k = tl.load(numbers + i)[:, None]
+            of_q = tl.load(numbers + 64 + i)[:, None]
+            until = tl.load(numbers + 2 * 64 + i)[:, None]
+            fall = tl.load(numbers + 3 * 64)
+        held = rounded(s, OPERAND)
+        known = product(k_since, held, OPERAND, PRECISION)
+        if not BY_CHANNEL:
+            known *= of_k
+        fresh = product(solve, vs.to(tl.float32) - known, OPERAND, PRECISION)
+        taken = rounded(fresh, OPERAND)
+        read = product(q_since, held, OPERAND, PRECISION)
+        if not BY_CHANNEL:
+            read *= of_q
+        read += product(pairs, taken, OPERAND, PRECISION)
+        if not BY_CHANNEL:
+            taken = rounded(fresh * until, OPERAND)
+        s = s * fall + product(tl.trans(k_until), taken, OPERAND, PRECISION)
+        at = o_at + ((begin + place)[:, None] * H + head) * V + values[None, :]
+        tl.store(
+            at, rounded(read, o_at.dtype.element_ty), mask=(place < length)[:, None] & some_values
+        )
+        if to >= 0:
+            _store_state(bank, to, s, head, keys, values, bank_stride, K, V)
+    # A row may be in place: all threads have read before one writes, also if there was no chunk.
+    tl.debug_barrier()
+    to = tl.load(state_out + row).to(tl.int64)
+    _store_state(bank, to, s, head, keys, values, bank_stride, K, V)
+    tell(report, row, num_rows + num_exports, to, length, first)
+    _copies(
+        bank, due, export_row, export_offset, export_slot, report, row, length, block, num_rows,
+        num_exports, first, head, keys, values, bank_stride, K, V,
+    )  # fmt: skip
