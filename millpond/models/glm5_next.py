@@ -252,13 +252,14 @@ class Layer:
             )
             for name in ("hc_attn", "hc_ffn")
         )
-        self.norms = _layer_norms(c, key, ops)
+        before, after = _layer_norms(c, key, ops)
         mixer = key.under("self_attn.")
         self.mixer: KimiDelta | LatentAttention
         if c.layer_types[index] == LINEAR:
             self.mixer = KimiDelta(
                 mixer,
                 index,
+                before,
                 hidden=c.hidden_size,
                 heads=c.linear,
                 conv_width=c.conv_width,
@@ -267,16 +268,17 @@ class Layer:
                 ops=ops,
             )
         else:
-            self.mixer = _attention(c, index, mixer, ops)
-        self.mlp = _feed_forward(c, c.mlp_types[index], key.under("mlp."), ops)
+            self.mixer = _attention(c, index, before, mixer, ops)
+        self.mlp = _feed_forward(c, c.mlp_types[index], after, key.under("mlp."), ops)
 
     def __call__(self, streams: torch.Tensor, batch: ForwardBatch, arenas: Arenas) -> torch.Tensor:
         """streams [T, n, hidden] -> the same."""
         x, post, mix = self.hyper[0].collapse(streams)
-        y = self.mixer(self.norms[0](x), batch, arenas)
+        _, y = self.mixer(x, None, batch, arenas)
         streams = self.hyper[0].spread(y, streams, post, mix)
         x, post, mix = self.hyper[1].collapse(streams)
-        return self.hyper[1].spread(self.mlp(self.norms[1](x)), streams, post, mix)
+        _, y = self.mlp(x, None)
+        return self.hyper[1].spread(y, streams, post, mix)
 
 
 class DraftLayer(PairLayer):
@@ -285,6 +287,7 @@ class DraftLayer(PairLayer):
     def __init__(self, config: Config, weights: Weights, ops: Bound) -> None:
         c, index = config, config.num_layers
         key, hidden = weights.under(f"layers.{index}."), config.hidden_size
+        before, after = _layer_norms(c, key, ops)
 
         def norm(name: str) -> RMSNorm:
             return RMSNorm(key, f"{name}.weight", hidden, c.rms_norm_eps, ops)
@@ -293,9 +296,8 @@ class DraftLayer(PairLayer):
             embedding_norm=norm("enorm"),
             hidden_norm=norm("hnorm"),
             fuse=Linear(key, (("eh_proj.weight", hidden),), 2 * hidden, ops),
-            norms=_layer_norms(c, key, ops),
-            mixer=_attention(c, index, key.under("self_attn."), ops),
-            mlp=_feed_forward(c, MIXTURE, key.under("mlp."), ops),
+            mixer=_attention(c, index, before, key.under("self_attn."), ops),
+            mlp=_feed_forward(c, MIXTURE, after, key.under("mlp."), ops),
             norm=norm("shared_head.norm"),
         )
 
@@ -357,10 +359,13 @@ def _layer_norms(c: Config, key: Weights, ops: Bound) -> tuple[RMSNorm, RMSNorm]
     return before, after
 
 
-def _attention(c: Config, index: int, weights: Weights, ops: Bound) -> LatentAttention:
+def _attention(
+    c: Config, index: int, before: RMSNorm, weights: Weights, ops: Bound
+) -> LatentAttention:
     return LatentAttention(
         weights,
         index,
+        before,
         hidden=c.hidden_size,
         heads=c.heads,
         q_rank=c.q_rank,
@@ -376,10 +381,13 @@ def _attention(c: Config, index: int, weights: Weights, ops: Bound) -> LatentAtt
     )
 
 
-def _feed_forward(c: Config, kind: str, weights: Weights, ops: Bound) -> Mlp | SigmoidMoe:
+def _feed_forward(
+    c: Config, kind: str, norm: RMSNorm, weights: Weights, ops: Bound
+) -> Mlp | SigmoidMoe:
     if kind == DENSE:
         return Mlp(
             weights,
+            norm,
             hidden=c.hidden_size,
             inner=c.intermediate_size,
             ops=ops,
@@ -387,6 +395,7 @@ def _feed_forward(c: Config, kind: str, weights: Weights, ops: Bound) -> Mlp | S
         )
     return SigmoidMoe(
         weights,
+        norm,
         hidden=c.hidden_size,
         inner=c.moe_intermediate_size,
         shared_inner=c.moe_intermediate_size * c.shared_experts,

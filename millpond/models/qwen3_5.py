@@ -217,12 +217,13 @@ class Layer:
 
     def __init__(self, config: Config, index: int, weights: Weights, ops: Bound) -> None:
         c = config
-        self.norms = _layer_norms(c, weights, ops)
+        before, after = _layer_norms(c, weights, ops)
         self.mixer: GatedDelta | GatedAttention
         if c.layer_types[index] == LINEAR:
             self.mixer = GatedDelta(
                 weights.under("linear_attn."),
                 index,
+                before,
                 hidden=c.hidden_size,
                 heads=c.linear,
                 conv_width=c.conv_width,
@@ -230,19 +231,21 @@ class Layer:
                 ops=ops,
             )
         else:
-            self.mixer = _attention(c, index, weights.under("self_attn."), ops)
-        self.mlp = _feed_forward(c, weights.under("mlp."), ops)
+            self.mixer = _attention(c, index, before, weights.under("self_attn."), ops)
+        self.mlp = _feed_forward(c, after, weights.under("mlp."), ops)
 
     def __call__(
-        self, x: torch.Tensor, rope: Rope, batch: ForwardBatch, arenas: Arenas
-    ) -> torch.Tensor:
-        """x [T, hidden] -> the same; rope: cos and sin [T, rotary / 2]."""
-        inner = self.norms[0](x)
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor | None,
+        rope: Rope,
+        batch: ForwardBatch,
+        arenas: Arenas,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The stream x + y, as two [T, hidden] -> the same; rope: cos and sin [T, rotary / 2]."""
         if isinstance(self.mixer, GatedDelta):
-            x = x + self.mixer(inner, batch, arenas)
-        else:
-            x = x + self.mixer(inner, rope, batch, arenas)
-        return x + self.mlp(self.norms[1](x))
+            return self.mlp(*self.mixer(x, y, batch, arenas))
+        return self.mlp(*self.mixer(x, y, rope, batch, arenas))
 
 
 class DraftLayer(PairLayer):
@@ -255,6 +258,7 @@ class DraftLayer(PairLayer):
     def __init__(self, config: Config, weights: Weights, ops: Bound) -> None:
         c, hidden = config, config.hidden_size
         key, layer = weights.under("mtp."), weights.under("mtp.layers.0.")
+        before, after = _layer_norms(c, layer, ops)
 
         def norm(name: str) -> ZeroCentredRMSNorm:
             return ZeroCentredRMSNorm(key, f"{name}.weight", hidden, c.rms_norm_eps, ops)
@@ -263,9 +267,8 @@ class DraftLayer(PairLayer):
             embedding_norm=norm("pre_fc_norm_embedding"),
             hidden_norm=norm("pre_fc_norm_hidden"),
             fuse=Linear(key, (("fc.weight", hidden),), 2 * hidden, ops),
-            norms=_layer_norms(c, layer, ops),
-            mixer=_attention(c, c.num_layers, layer.under("self_attn."), ops),
-            mlp=_feed_forward(c, layer.under("mlp."), ops),
+            mixer=_attention(c, c.num_layers, before, layer.under("self_attn."), ops),
+            mlp=_feed_forward(c, after, layer.under("mlp."), ops),
             norm=norm("norm"),
         )
 
@@ -291,9 +294,10 @@ class Qwen3_5:
         """The final hidden vectors [T, hidden]; see `millpond.models.base.Model`."""
         rope = self._rope(batch)
         x = embedded = self.embedding(batch.token_ids)
+        y = None
         for layer in self.layers:
-            x = layer(x, rope, batch, arenas)
-        hidden = self.norm(x)
+            x, y = layer(x, y, rope, batch, arenas)
+        hidden, _ = self.norm.of_sum(x, y)
         if self.draft_layer is not None:
             previous = hidden_before(hidden, batch, arenas, self.ops)
             self.draft_layer.remember(embedded, previous, rope, batch, arenas)
@@ -335,10 +339,13 @@ def _layer_norms(
     return before, after
 
 
-def _attention(c: Config, index: int, weights: Weights, ops: Bound) -> GatedAttention:
+def _attention(
+    c: Config, index: int, before: ZeroCentredRMSNorm, weights: Weights, ops: Bound
+) -> GatedAttention:
     return GatedAttention(
         weights,
         index,
+        before,
         hidden=c.hidden_size,
         heads=c.heads,
         kv_heads=c.kv_heads,
@@ -348,11 +355,14 @@ def _attention(c: Config, index: int, weights: Weights, ops: Bound) -> GatedAtte
     )
 
 
-def _feed_forward(c: Config, weights: Weights, ops: Bound) -> Mlp | SoftmaxMoe:
+def _feed_forward(
+    c: Config, norm: ZeroCentredRMSNorm, weights: Weights, ops: Bound
+) -> Mlp | SoftmaxMoe:
     if isinstance(c.mlp, int):
-        return Mlp(weights, hidden=c.hidden_size, inner=c.mlp, ops=ops)
+        return Mlp(weights, norm, hidden=c.hidden_size, inner=c.mlp, ops=ops)
     return SoftmaxMoe(
         weights,
+        norm,
         hidden=c.hidden_size,
         inner=c.mlp.inner,
         shared_inner=c.mlp.shared_inner,

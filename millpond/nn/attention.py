@@ -1,8 +1,9 @@
 """The two attention mixers over paged memory: gated grouped-query (Qwen) and sparse latent (GLM).
 
-Each writes what its page keeps of a token, then attends; `remember` does the writing alone, which
-is all the draft layer needs during the target's own forward. A draft layer attends in forms of its
-own: never to entry 0, and in a chain of drafts to what the first of them selected.
+Each has the norm before it, takes the residual stream as x + y and gives back the sum and what it
+adds to it. It writes what its page keeps of a token, then attends; `remember` does the writing
+alone, which is all the draft layer needs during the target's own forward. A draft layer attends in
+forms of its own: never to entry 0, and in a chain of drafts to what the first of them selected.
 """
 
 from __future__ import annotations
@@ -62,6 +63,7 @@ class LatentAttention:
         self,
         weights: TensorSource,
         layer: int,
+        before: RMSNorm,
         *,
         hidden: int,
         heads: int,
@@ -77,6 +79,7 @@ class LatentAttention:
         ops: Bound,
     ) -> None:
         self.layer = layer
+        self.before = before
         self.inputs = Linear(
             weights,
             (
@@ -116,28 +119,33 @@ class LatentAttention:
         self.ops = ops
 
     def remember(self, x: torch.Tensor, batch: ForwardBatch, arenas: Arenas) -> None:
-        """Write latent, pooled key and tail of every token: x [T, hidden]."""
-        latent, index_key, index_gate = self.inputs.split_first(x, 3)
+        """Write latent, pooled key and tail of every token: x [T, hidden], before the norm."""
+        (latent, index_key, index_gate), _ = self.inputs.split(self.before, x, None, 3)
         self._write(latent, index_key, index_gate, batch, arenas)
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch, arenas: Arenas) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        latent, index_key, index_gate, q, head_weights = self.inputs.split(x)
+    def __call__(
+        self, x: torch.Tensor, y: torch.Tensor | None, batch: ForwardBatch, arenas: Arenas
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, y [T, hidden] -> x + y (or x), and what this adds to it."""
+        (latent, index_key, index_gate, q, head_weights), x = self.inputs.split(self.before, x, y)
         self._write(latent, index_key, index_gate, batch, arenas)
-        q, index_query = self.queries.split(self.q_norm(q))
+        (q, index_query), _ = self.queries.split(self.q_norm, q, None)
         selected = self._select(index_query, head_weights, batch, arenas, first=0)
-        return self._attend(q, selected, batch, arenas)
+        return x, self._attend(q, selected, batch, arenas)
 
     def draft(
         self, x: torch.Tensor, selected: torch.Tensor | None, batch: ForwardBatch, arenas: Arenas
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """x [B, hidden] -> [B, hidden], and the positions attended to, [B, P * 64] bool.
+        """x [B, hidden], before the norm -> what this adds to it, and the positions attended to,
+        [B, P * 64] bool.
 
         Without `selected` as a decoder layer, but for the entries before `FIRST_ENTRY`. A later
         step of a chain is given what the first one selected: it writes its latent alone.
         """
-        latent, index_key, index_gate, q, head_weights = self.inputs.split(x)
-        q, index_query = self.queries.split(self.q_norm(q))
+        (latent, index_key, index_gate, q, head_weights), _ = self.inputs.split(
+            self.before, x, None
+        )
+        (q, index_query), _ = self.queries.split(self.q_norm, q, None)
         if selected is None:
             self._write(latent, index_key, index_gate, batch, arenas)
             selected = self._select(index_query, head_weights, batch, arenas, first=FIRST_ENTRY)
@@ -220,6 +228,7 @@ class GatedAttention:
         self,
         weights: TensorSource,
         layer: int,
+        before: RMSNorm,
         *,
         hidden: int,
         heads: int,
@@ -229,6 +238,7 @@ class GatedAttention:
         ops: Bound,
     ) -> None:
         self.layer = layer
+        self.before = before
         self.inputs = Linear(
             weights,
             (
@@ -252,19 +262,23 @@ class GatedAttention:
         batch: ForwardBatch,
         arenas: Arenas,
     ) -> None:
-        """Write key and value of every token: x [T, hidden]; rope as the layer itself is given."""
-        key, value = self.inputs.split_first(x, 2)
+        """Write key and value of every token: x [T, hidden], before the norm; rope as below."""
+        (key, value), _ = self.inputs.split(self.before, x, None, 2)
         self._turn_and_write(None, key, value, rope, batch, arenas)
 
     def __call__(
         self,
         x: torch.Tensor,
+        y: torch.Tensor | None,
         rope: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
         arenas: Arenas,
-    ) -> torch.Tensor:
-        """x [T, hidden]; rope: cos and sin [T, rotary / 2] -> [T, hidden]."""
-        return self._attend(x, rope, batch, arenas, first=0)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, y [T, hidden] -> x + y (or x), and what this adds to it.
+
+        rope: cos and sin [T, rotary / 2].
+        """
+        return self._attend(x, y, rope, batch, arenas, first=0)
 
     def draft(
         self,
@@ -274,19 +288,22 @@ class GatedAttention:
         batch: ForwardBatch,
         arenas: Arenas,
     ) -> tuple[torch.Tensor, None]:
-        """x [B, hidden] -> [B, hidden], attending from `FIRST_ENTRY` on; nothing is selected."""
-        return self._attend(x, rope, batch, arenas, first=FIRST_ENTRY), None
+        """x [B, hidden], before the norm -> what this adds to it, attending from `FIRST_ENTRY` on;
+        nothing is selected.
+        """
+        return self._attend(x, None, rope, batch, arenas, first=FIRST_ENTRY)[1], None
 
     def _attend(
         self,
         x: torch.Tensor,
+        y: torch.Tensor | None,
         rope: tuple[torch.Tensor, torch.Tensor],
         batch: ForwardBatch,
         arenas: Arenas,
         *,
         first: int,
-    ) -> torch.Tensor:
-        key, value, both = self.inputs.split(x)
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        (key, value, both), x = self.inputs.split(self.before, x, y)
         query, gate = both.unflatten(-1, (self.heads, 2, self.dim)).unbind(2)
         query = self._turn_and_write(query, key, value, rope, batch, arenas)
         out = self.ops.paged_gqa(
@@ -298,7 +315,7 @@ class GatedAttention:
             gate=gate,
             first=first,
         )
-        return self.output(out.flatten(1))
+        return x, self.output(out.flatten(1))
 
     def _turn_and_write(
         self,

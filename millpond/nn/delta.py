@@ -1,8 +1,9 @@
 """The two gated delta rule mixers, from slot to slot: KDA (GLM) and GDN (Qwen).
 
-Knows the projections around convolution and delta rule; what a slot holds, and who may write it, is
-not known here. Prompt rows go through the chunk form, decode rows through the per-token form, rows
-with drafts through the one that folds what was accepted.
+Each has the norm before it, takes the residual stream as x + y and gives back the sum and what it
+adds to it. Knows the projections around convolution and delta rule; what a slot holds, and who may
+write it, is not known here. Prompt rows go through the chunk form, decode rows through the
+per-token form, rows with drafts through the one that folds what was accepted.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import torch
 from millpond.memory.arena import Arenas
 from millpond.memory.layout import TensorSpec
 from millpond.nn.linear import Linear, TensorSource
+from millpond.nn.residual import RMSNorm
 from millpond.ops.batch import ForwardBatch, RowSlots
 from millpond.ops.bind import Bound, Op
 from millpond.ops.reference.delta import Gate
@@ -166,6 +168,7 @@ class KimiDelta:
         self,
         weights: TensorSource,
         layer: int,
+        before: RMSNorm,
         *,
         hidden: int,
         heads: DeltaHeads,
@@ -176,6 +179,7 @@ class KimiDelta:
     ) -> None:
         dim, width = heads.key_dim, heads.sizes[0]
         self.shape = (heads.key_heads, dim)
+        self.before = before
         self.inputs = Linear(
             weights,
             (
@@ -188,6 +192,7 @@ class KimiDelta:
             ),
             hidden,
             ops,
+            cut=(3 * width, dim, dim, heads.key_heads),
         )
         self.decay = Linear(weights, (("f_b_proj.weight", width),), dim, ops)
         self.output_gate = Linear(weights, (("g_b_proj.weight", width),), dim, ops)
@@ -206,16 +211,17 @@ class KimiDelta:
         self.width = width
         self.ops = ops
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch, arenas: Arenas) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        mixed = self.inputs(x)
-        qkv = mixed[:, : 3 * self.width]
-        f, g, beta = mixed[:, 3 * self.width :].split(self.inputs.sizes[3:], -1)
+    def __call__(
+        self, x: torch.Tensor, y: torch.Tensor | None, batch: ForwardBatch, arenas: Arenas
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, y [T, hidden] -> x + y (or x), and what this adds to it."""
+        (qkv, f, g, beta), x = self.inputs.split(self.before, x, y)
         decay = self.decay(f).view(-1, *self.shape)
         gate = self.output_gate(g).view(-1, *self.shape)
         out = self.core(qkv, decay, beta, batch, arenas)
-        out = self.ops.gated_rms_norm_sigmoid(out, gate, self.norm, self.eps)
-        return self.output(out.flatten(1))
+        return x, self.ops.gated_norm_linear(
+            out, gate, self.norm, self.output.weight, eps=self.eps, silu=False
+        )
 
 
 class GatedDelta:
@@ -229,6 +235,7 @@ class GatedDelta:
         self,
         weights: TensorSource,
         layer: int,
+        before: RMSNorm,
         *,
         hidden: int,
         heads: DeltaHeads,
@@ -238,6 +245,7 @@ class GatedDelta:
     ) -> None:
         values = heads.sizes[-1]
         self.shape = (heads.value_heads, heads.value_dim)
+        self.before = before
         self.inputs = Linear(
             weights,
             (
@@ -263,10 +271,13 @@ class GatedDelta:
         self.core = _DeltaCore(layer, conv.squeeze(1), gate, heads, ops)
         self.ops = ops
 
-    def __call__(self, x: torch.Tensor, batch: ForwardBatch, arenas: Arenas) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        qkv, z, beta, decay = self.inputs.split(x)
+    def __call__(
+        self, x: torch.Tensor, y: torch.Tensor | None, batch: ForwardBatch, arenas: Arenas
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, y [T, hidden] -> x + y (or x), and what this adds to it."""
+        (qkv, z, beta, decay), x = self.inputs.split(self.before, x, y)
         out = self.core(qkv, decay, beta, batch, arenas)
         z = z.unflatten(-1, self.shape)
-        out = self.ops.gated_rms_norm_silu(out, z, self.norm, self.eps)
-        return self.output(out.flatten(1))
+        return x, self.ops.gated_norm_linear(
+            out, z, self.norm, self.output.weight, eps=self.eps, silu=True
+        )

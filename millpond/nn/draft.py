@@ -26,7 +26,9 @@ class DraftMixer(Protocol):
 
     @property
     def draft(self) -> Callable[..., tuple[torch.Tensor, torch.Tensor | None]]:
-        """(x [B, hidden], selected, ...) -> [B, hidden] and `selected`, one entry a row."""
+        """(x [B, hidden], selected, ...) -> what is added to x, and `selected`: one entry a row.
+
+        Its norm is the mixer's own."""
 
 
 class PairLayer:
@@ -40,22 +42,20 @@ class PairLayer:
         embedding_norm: RMSNorm,
         hidden_norm: RMSNorm,
         fuse: Linear,
-        norms: tuple[RMSNorm, RMSNorm],
         mixer: DraftMixer,
-        mlp: Callable[[torch.Tensor], torch.Tensor],
+        mlp: Callable[[torch.Tensor, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]],
         norm: RMSNorm,
     ) -> None:
         self.embedding_norm = embedding_norm
         self.hidden_norm = hidden_norm
         self.fuse = fuse
-        self.norms = norms
         self.mixer = mixer
         self.mlp = mlp
         self.norm = norm
 
     def remember(self, embedding: torch.Tensor, previous: torch.Tensor, *where: Any) -> None:
         """Write the entry of every token: its embedding and the hidden before it, [T, hidden]."""
-        self.mixer.remember(self.norms[0](self._fused(embedding, previous)), *where)
+        self.mixer.remember(self._fused(embedding, previous), *where)
 
     def __call__(
         self,
@@ -66,9 +66,9 @@ class PairLayer:
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """One step of a chain of drafts: [B, hidden] twice -> n [B, hidden], and `selected`."""
         z = self._fused(embedding, previous)
-        y, selected = self.mixer.draft(self.norms[0](z), selected, *where)
-        z = z + y
-        return self.norm(z + self.mlp(self.norms[1](z))), selected
+        y, selected = self.mixer.draft(z, selected, *where)
+        n, _ = self.norm.of_sum(*self.mlp(z, y))
+        return n, selected
 
     def _fused(self, embedding: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         pair = (self.embedding_norm(embedding), self.hidden_norm(previous))

@@ -6,7 +6,7 @@ Knows the names and shapes of its tensors in a checkpoint; does not know what th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 
@@ -42,6 +42,14 @@ class TensorSource(Protocol):
         """gate_up [E, 2 I, H] and down [E, H, I] of a mixture."""
 
 
+class Norm(Protocol):
+    """A norm over the hidden size; `millpond.nn.residual.RMSNorm` is one."""
+
+    weight: torch.Tensor
+    eps: float
+    zero_centred: ClassVar[bool]
+
+
 class Linear:
     """x [T, in] -> [T, out]. Several checkpoint matrices of one input make one product."""
 
@@ -51,22 +59,35 @@ class Linear:
         parts: Sequence[tuple[str, int]],
         columns: int,
         ops: Bound,
+        *,
+        cut: Sequence[int] | None = None,
     ) -> None:
+        """`cut`: the rows of each part that `split` gives, where those are not the matrices'."""
         self.weight = weights.take_rows(parts, (columns,))
-        self.sizes = tuple(rows for _, rows in parts)
+        self.sizes = tuple(cut or (rows for _, rows in parts))
         self.ops = ops
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.weight)
 
-    def split(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """One product, cut into the parts: [T, rows] each, views of its rows."""
-        return tuple(self.ops.linear(x, self.weight).split(self.sizes, -1))
+    def split(
+        self, norm: Norm, x: torch.Tensor, y: torch.Tensor | None, count: int | None = None
+    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """One product with the norm of x + y (or of x), cut into the parts; and the sum.
 
-    def split_first(self, x: torch.Tensor, count: int) -> tuple[torch.Tensor, ...]:
-        """As `split`, of the first `count` parts alone: only their rows are multiplied."""
+        The parts are [T, rows] each, views of one row. With `count` the first parts alone: only
+        their rows are multiplied.
+        """
         sizes = self.sizes[:count]
-        return tuple(self.ops.linear(x, self.weight[: sum(sizes)]).split(sizes, -1))
+        product, total = self.ops.norm_linear(
+            x,
+            y,
+            norm.weight,
+            self.weight[: sum(sizes)],
+            eps=norm.eps,
+            zero_centred=norm.zero_centred,
+        )
+        return product.split(sizes, -1), total
 
 
 class Embedding:

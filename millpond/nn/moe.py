@@ -1,6 +1,7 @@
 """Feed-forward layers: one SwiGLU, or a mixture of experts with a shared one, for both families.
 
-Knows the names of their tensors; how tokens are grouped by expert is the ops' concern.
+Each has the norm before it, takes the residual stream as x + y and gives back the sum and what it
+adds to it. Knows the names of its tensors; how tokens are grouped by expert is the ops' concern.
 """
 
 from __future__ import annotations
@@ -8,10 +9,11 @@ from __future__ import annotations
 import torch
 
 from millpond.nn.linear import Linear, TensorSource
+from millpond.nn.residual import RMSNorm
 from millpond.ops.bind import Bound
 
 
-class Mlp:
+class SwiGlu:
     """down(swiglu(gate x, up x)); with `limit` both factors are clamped first."""
 
     def __init__(
@@ -34,6 +36,44 @@ class Mlp:
         gate, up = self.inputs(x).chunk(2, -1)
         return self.output(self.ops.swiglu(gate, up, self.limit))
 
+    def after(
+        self, norm: RMSNorm, x: torch.Tensor, y: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, y [T, hidden] -> x + y (or x), and this of its norm."""
+        active, total = self.ops.norm_swiglu(
+            x,
+            y,
+            norm.weight,
+            self.inputs.weight,
+            eps=norm.eps,
+            zero_centred=norm.zero_centred,
+            limit=self.limit,
+        )
+        return total, self.output(active)
+
+
+class Mlp:
+    """One SwiGLU behind its norm."""
+
+    def __init__(
+        self,
+        weights: TensorSource,
+        norm: RMSNorm,
+        *,
+        hidden: int,
+        inner: int,
+        ops: Bound,
+        limit: float | None = None,
+    ) -> None:
+        self.norm = norm
+        self.inner = SwiGlu(weights, hidden=hidden, inner=inner, ops=ops, limit=limit)
+
+    def __call__(
+        self, x: torch.Tensor, y: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, y [T, hidden] -> x + y (or x), and what this adds to it."""
+        return self.inner.after(self.norm, x, y)
+
 
 class SigmoidMoe:
     """Experts scored by a sigmoid and chosen with a bias, plus an ungated shared expert (GLM)."""
@@ -41,6 +81,7 @@ class SigmoidMoe:
     def __init__(
         self,
         weights: TensorSource,
+        norm: RMSNorm,
         *,
         hidden: int,
         inner: int,
@@ -52,12 +93,13 @@ class SigmoidMoe:
         limit: float | None,
         ops: Bound,
     ) -> None:
+        self.norm = norm
         self.gate = weights.take("gate.weight", (experts, hidden), dtype=torch.float32)
         self.bias = weights.take("gate.e_score_correction_bias", (experts,), dtype=torch.float32)
         self.gate_up, self.down = weights.take_experts(
             "experts", experts=experts, hidden=hidden, inner=inner
         )
-        self.shared = Mlp(
+        self.shared = SwiGlu(
             weights.under("shared_experts."),
             hidden=hidden,
             inner=shared_inner,
@@ -70,10 +112,13 @@ class SigmoidMoe:
         self.limit = limit
         self.ops = ops
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]."""
+    def __call__(
+        self, x: torch.Tensor, y: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, y [T, hidden] -> x + y (or x), and what this adds to it."""
+        inner, total = self.norm.of_sum(x, y)
         weights, experts = self.ops.moe_route_sigmoid(
-            x,
+            inner,
             self.gate,
             self.bias,
             top_k=self.top_k,
@@ -81,9 +126,9 @@ class SigmoidMoe:
             renormalise=self.renormalise,
         )
         routed = self.ops.grouped_experts(
-            x, weights, experts, self.gate_up, self.down, limit=self.limit
+            inner, weights, experts, self.gate_up, self.down, limit=self.limit
         )
-        return routed + self.shared(x)
+        return total, routed + self.shared(inner)
 
 
 class SoftmaxMoe:
@@ -92,6 +137,7 @@ class SoftmaxMoe:
     def __init__(
         self,
         weights: TensorSource,
+        norm: RMSNorm,
         *,
         hidden: int,
         inner: int,
@@ -100,19 +146,24 @@ class SoftmaxMoe:
         top_k: int,
         ops: Bound,
     ) -> None:
+        self.norm = norm
         self.gate = weights.take("gate.weight", (experts, hidden))
         self.gate_up, self.down = weights.take_experts(
             "experts", experts=experts, hidden=hidden, inner=inner
         )
-        self.shared = Mlp(
+        self.shared = SwiGlu(
             weights.under("shared_expert."), hidden=hidden, inner=shared_inner, ops=ops
         )
         self.shared_gate = Linear(weights, (("shared_expert_gate.weight", 1),), hidden, ops)
         self.top_k = top_k
         self.ops = ops
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> [T, hidden]."""
-        weights, experts = self.ops.moe_route_softmax(x, self.gate, top_k=self.top_k)
-        routed = self.ops.grouped_experts(x, weights, experts, self.gate_up, self.down)
-        return routed + self.ops.sigmoid_gate(self.shared(x), self.shared_gate(x))
+    def __call__(
+        self, x: torch.Tensor, y: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """x, y [T, hidden] -> x + y (or x), and what this adds to it."""
+        inner, total = self.norm.of_sum(x, y)
+        weights, experts = self.ops.moe_route_softmax(inner, self.gate, top_k=self.top_k)
+        routed = self.ops.grouped_experts(inner, weights, experts, self.gate_up, self.down)
+        shared = self.ops.sigmoid_gate(self.shared(inner), self.shared_gate(inner))
+        return total, routed + shared

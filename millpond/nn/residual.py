@@ -6,6 +6,8 @@ which the draft layer makes its entry for the token that follows.
 
 from __future__ import annotations
 
+from typing import ClassVar
+
 import torch
 
 from millpond.memory.arena import Arenas
@@ -33,6 +35,8 @@ def boundary_tensors(
 class RMSNorm:
     """x [..., size]: normalised in fp32, rounded, then times the weight."""
 
+    zero_centred: ClassVar[bool] = False
+
     def __init__(self, weights: TensorSource, name: str, size: int, eps: float, ops: Bound) -> None:
         self.weight = weights.take(name, (size,))
         self.eps = eps
@@ -41,9 +45,15 @@ class RMSNorm:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.rms_norm(x, self.weight, self.eps)
 
+    def of_sum(self, x: torch.Tensor, y: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """x + y [T, size] (or x) normalised, and the sum."""
+        return self.ops.add_norm(x, y, self.weight, eps=self.eps, zero_centred=self.zero_centred)
+
 
 class ZeroCentredRMSNorm(RMSNorm):
     """x [..., size]: normalised and times 1 + weight in fp32, rounded once."""
+
+    zero_centred: ClassVar[bool] = True
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.zero_centred_rms_norm(x, self.weight, self.eps)

@@ -44,6 +44,10 @@ class Bound:
     """The ops of a device, chosen. Signatures and meaning: `millpond.ops.reference`."""
 
     linear: Op
+    norm_linear: Pair
+    norm_swiglu: Pair
+    gated_norm_linear: Op
+    add_norm: Pair
     linear_by_head: Op
     conv_prefill: Op
     conv_decode: Op
@@ -64,8 +68,6 @@ class Bound:
     rms_norm: Op
     zero_centred_rms_norm: Op
     layer_norm: Op
-    gated_rms_norm_silu: Op
-    gated_rms_norm_sigmoid: Op
     sigmoid_gate: Op
     swiglu: Op
     rope_tables: Pair

@@ -6,7 +6,7 @@ A `Kind` says where and how one computes: the same weights on any device, in any
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -19,7 +19,7 @@ from millpond.models.base import Description, Model, describe
 from millpond.models.weights import Dummy, Weights
 from millpond.ops.bind import AUTO, Bound, bind
 from millpond.runtime.worker import Worker
-from tests.support.products import PRODUCTS
+from tests.support.products import with_products
 from tests.support.recording import RecordingExecutor, Truth
 
 VOCAB = 96
@@ -158,8 +158,7 @@ def built(which: str | Kind) -> Built:
         config = {**FAMILIES, **OTHERS}[kind.family]
         (Path(folder) / "config.json").write_text(json.dumps(config))
         description = describe(Path(folder))
-    ops = bind(device, backend=kind.backend)
-    ops = replace(ops, **PRODUCTS[kind.products])
+    ops = with_products(bind(device, backend=kind.backend), kind.products)
     family, config = description.family, description.config
     drawn = Dummy(lambda *what: family.draw(config, *what), seed=3)
     model = family.build(config, Weights(drawn, dtype=kind.dtype, device=device), ops)

@@ -7,6 +7,7 @@ import torch
 
 from millpond.models.weights import Dummy, Weights
 from millpond.nn.linear import Linear
+from millpond.nn.residual import RMSNorm
 from millpond.ops.bind import Bound, bind
 from tests.support.oracle import CPU
 
@@ -25,14 +26,19 @@ def weights() -> Weights:
 
 def test_stacked_matrices_give_each_its_own_product(weights: Weights, ops: Bound) -> None:
     parts = (("a.weight", 24), ("b", 40), ("c.weight", 8))
-    x = torch.randn(5, 48, generator=torch.Generator().manual_seed(0))
+    x, y = torch.randn(2, 5, 48, generator=torch.Generator().manual_seed(0))
     layer = Linear(weights, parts, 48, ops)
-    for got, (name, rows) in zip(layer.split(x), parts, strict=True):
-        torch.testing.assert_close(got, x @ weights.take(name, (rows, 48)).T)
+    norm = RMSNorm(weights, "norm.weight", 48, 1e-6, ops)
+    inner = norm(x + y)
+    split, total = layer.split(norm, x, y)
+    assert torch.equal(total, x + y)
+    for got, (name, rows) in zip(split, parts, strict=True):
+        torch.testing.assert_close(got, inner @ weights.take(name, (rows, 48)).T)
         assert got.stride() == (72, 1)  # a view: nothing was copied
-    first = layer.split_first(x, 2)
+    first, total = layer.split(norm, x + y, None, 2)
     assert [tuple(part.shape) for part in first] == [(5, 24), (5, 40)]
-    torch.testing.assert_close(first[1], layer.split(x)[1])
+    torch.testing.assert_close(first[1], split[1])
+    assert torch.equal(total, x + y)
 
 
 def test_per_head_products_are_those_of_each_head(ops: Bound) -> None:

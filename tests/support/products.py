@@ -9,10 +9,13 @@ another order, as another library would; numbers differ in their last bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import torch
 from torch.nn.functional import linear
 
+from millpond.ops.bind import Bound
 from millpond.ops.reference import linear as reference
 
 BLOCK = 64
@@ -65,3 +68,42 @@ PRODUCTS: dict[str, dict[str, Callable[..., torch.Tensor]]] = {
     "halved": {"linear": halved_linear},
 }
 """By kind: the ops it replaces."""
+
+
+def with_products(ops: Bound, kind: str) -> Bound:
+    """The same ops with products of a kind, also where a product is a part of an op."""
+    replaced = PRODUCTS[kind]
+    if not replaced:
+        return ops
+    multiply = replaced["linear"]
+
+    def norm_linear(
+        x: torch.Tensor,
+        y: torch.Tensor | None,
+        norm: torch.Tensor,
+        weight: torch.Tensor,
+        **named: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        inner, total = ops.add_norm(x, y, norm, **named)
+        return multiply(inner, weight), total
+
+    def norm_swiglu(
+        *args: Any, limit: float | None = None, **named: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        both, total = norm_linear(*args, **named)
+        return ops.swiglu(*both.chunk(2, -1), limit), total
+
+    def gated_norm_linear(
+        x: torch.Tensor, gate: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor, **named: Any
+    ) -> torch.Tensor:
+        # A product with the identity changes nothing: every sum has one term.
+        same = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
+        return multiply(ops.gated_norm_linear(x, gate, norm, same, **named), weight)
+
+    return replace(
+        ops,
+        **replaced,
+        norm_linear=norm_linear,
+        norm_swiglu=norm_swiglu,
+        gated_norm_linear=gated_norm_linear,
+    )

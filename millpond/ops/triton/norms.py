@@ -1,7 +1,7 @@
 """Norms over the last axis, plain, zero-centred, centred and gated.
 
-Contract and rounding: `millpond.ops.reference.dense`. A program takes whole vectors, so the order
-of a sum follows from the size alone. x and gate may be views of wider tokens.
+Contract and rounding: `millpond.ops.reference.dense` and `.fused`. A program takes whole vectors,
+so the order of a sum follows from the size alone. x, y and gate may be views of wider tokens.
 """
 
 from __future__ import annotations
@@ -42,6 +42,20 @@ def zero_centred_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> 
     return _norm(ZERO_CENTRED, x, weight, eps)
 
 
+def add_norm(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    norm: torch.Tensor,
+    *,
+    eps: float,
+    zero_centred: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference's, in one launch."""
+    kind = ZERO_CENTRED if zero_centred else PLAIN
+    total = x if y is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    return _norm(kind, x, norm, eps, added=y, total=total), total
+
+
 def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> torch.Tensor:
@@ -71,6 +85,8 @@ def _norm(
     *,
     bias: torch.Tensor | None = None,
     gate: torch.Tensor | None = None,
+    added: torch.Tensor | None = None,
+    total: torch.Tensor | None = None,
 ) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     size, inner = x.shape[-1], prod(x.shape[1:-1])
@@ -79,9 +95,11 @@ def _norm(
     vectors = max(1, ELEMENTS // padded)
     if count:
         _vectors[(triton.cdiv(count, vectors),)](
-            x, x if gate is None else gate, weight, weight if bias is None else bias, out, count,
-            token_stride(x), 0 if gate is None else token_stride(gate), eps,
-            KIND=kind, INNER=inner, H=size, HP=padded, VECTORS=vectors,
+            x, x if gate is None else gate, x if added is None else added, weight,
+            weight if bias is None else bias, out, out if total is None else total, count,
+            token_stride(x), 0 if gate is None else token_stride(gate),
+            0 if added is None else token_stride(added), eps,
+            KIND=kind, ADDING=added is not None, INNER=inner, H=size, HP=padded, VECTORS=vectors,
             num_warps=min(16, max(4, padded // 1024)), **LAUNCH,
         )  # fmt: skip
     return out
@@ -89,9 +107,9 @@ def _norm(
 
 @live
 def _vectors(
-    x, gate, weight, bias, out, count, x_stride, gate_stride, eps,
-    KIND: tl.constexpr, INNER: tl.constexpr, H: tl.constexpr, HP: tl.constexpr,
-    VECTORS: tl.constexpr,
+    x, gate, added, weight, bias, out, total, count, x_stride, gate_stride, added_stride, eps,
+    KIND: tl.constexpr, ADDING: tl.constexpr, INNER: tl.constexpr, H: tl.constexpr,
+    HP: tl.constexpr, VECTORS: tl.constexpr,
 ):  # fmt: skip
     """VECTORS vectors; INNER of them belong to a token."""
     vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
@@ -100,10 +118,16 @@ def _vectors(
     token = (vector // INNER).to(tl.int64)[:, None]
     inside = (vector % INNER)[:, None] * H + h[None, :]
     value = tl.load(x + token * x_stride + inside, mask=here, other=0.0).to(tl.float32)
+    place = vector.to(tl.int64)[:, None] * H + h[None, :]
+    KEPT: tl.constexpr = out.dtype.element_ty
+    if ADDING:
+        more = tl.load(added + token * added_stride + inside, mask=here, other=0.0)
+        value = rounded(value + more.to(tl.float32), KEPT)
+        tl.store(total + place, value, mask=here)
+        value = value.to(tl.float32)
     if KIND == LAYER:
         value = tl.where((h < H)[None, :], value - (tl.sum(value, 1) / H)[:, None], 0.0)
     value = value * tl.rsqrt(tl.sum(value * value, 1) / H + eps)[:, None]
-    KEPT: tl.constexpr = out.dtype.element_ty
     factor = tl.load(weight + h, mask=h < H, other=0.0)
     if KIND == PLAIN:
         factor = rounded(factor.to(tl.float32), KEPT).to(tl.float32)
@@ -122,5 +146,4 @@ def _vectors(
             value = value * silu(passing)
         else:
             value = value * factor.to(tl.float32)[None, :] * sigmoid(passing)
-    place = vector.to(tl.int64)[:, None] * H + h[None, :]
     tl.store(out + place, rounded(value, KEPT), mask=here)

@@ -1,7 +1,9 @@
-"""Dense matrix products on a GPU: cuBLAS, without the padding that makes rows invariant elsewhere.
+"""Dense matrix products on a GPU, with what stands before and behind them.
 
-Contract: `millpond.ops.reference.linear`. A row may depend on how many rows there are. Where there
-is no GPU (under the interpreter) the reference serves.
+Contract: `millpond.ops.reference.linear` and `.fused`. Few tokens go through one kernel that reads
+the weights at the memory's speed (`thin`), others through cuBLAS, without the padding that makes
+rows invariant elsewhere: a row may depend on how many rows there are. Where there is no GPU (under
+the interpreter) the reference multiplies.
 """
 
 from __future__ import annotations
@@ -10,13 +12,19 @@ import torch
 from torch.nn import functional
 
 from millpond.ops.reference import linear as reference
+from millpond.ops.triton import thin
+from millpond.ops.triton.elementwise import swiglu
+from millpond.ops.triton.layer_choices import thin_choice
+from millpond.ops.triton.norms import add_norm, gated_rms_norm_sigmoid, gated_rms_norm_silu
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As the reference, in one call."""
+def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As the reference, in one launch."""
     if x.device.type != "cuda":
-        return reference.linear(x, weight, bias)
-    return functional.linear(x, weight, bias)
+        return reference.linear(x, weight)
+    if x.ndim == 2 and (choice := thin_choice(x, weight)):
+        return thin.thin_linear(x, weight, choice)
+    return functional.linear(x, weight)
 
 
 def linear_by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -26,3 +34,55 @@ def linear_by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     out = torch.empty((*x.shape[:2], weight.shape[2]), dtype=x.dtype, device=x.device)
     torch.bmm(x.transpose(0, 1), weight, out=out.transpose(0, 1))
     return out
+
+
+def norm_linear(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    norm: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    zero_centred: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference: one launch for few tokens, else two."""
+    if choice := thin_choice(x, weight):
+        return thin.thin_norm_linear(x, y, norm, weight, choice, eps=eps, zero_centred=zero_centred)
+    inner, total = add_norm(x, y, norm, eps=eps, zero_centred=zero_centred)
+    return linear(inner, weight), total
+
+
+def norm_swiglu(
+    x: torch.Tensor,
+    y: torch.Tensor | None,
+    norm: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    zero_centred: bool,
+    limit: float | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference: one launch for few tokens, else three."""
+    if choice := thin_choice(x, weight):
+        return thin.thin_norm_swiglu(
+            x, y, norm, weight, choice, eps=eps, zero_centred=zero_centred, limit=limit
+        )
+    inner, total = add_norm(x, y, norm, eps=eps, zero_centred=zero_centred)
+    gate, up = linear(inner, weight).chunk(2, -1)
+    return swiglu(gate, up, limit), total
+
+
+def gated_norm_linear(
+    x: torch.Tensor,
+    gate: torch.Tensor,
+    norm: torch.Tensor,
+    weight: torch.Tensor,
+    *,
+    eps: float,
+    silu: bool,
+) -> torch.Tensor:
+    """As the reference: one launch for few tokens, else two."""
+    if choice := thin_choice(x, weight):
+        return thin.thin_gated_norm_linear(x, gate, norm, weight, choice, eps=eps, silu=silu)
+    gated = gated_rms_norm_silu if silu else gated_rms_norm_sigmoid
+    return linear(gated(x, gate, norm, eps).flatten(1), weight)

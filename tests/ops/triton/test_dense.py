@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from millpond.ops.reference import dense as reference
+from millpond.ops.reference import fused
 from tests.ops.triton.layers import DTYPES, NAN, poisoned
 from tests.ops.triton.side_by_side import equal_bytes
 from tests.ops.triton.tolerances import within
@@ -76,6 +77,25 @@ def test_norms_equal_the_reference(
     for name in ("gated_rms_norm_silu", "gated_rms_norm_sigmoid"):
         ops = getattr(norms, name), getattr(reference, name)
         check(device, *ops, [x, gate], (weight, EPS), "norms")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero_centred", [False, True])
+def test_a_sum_is_given_back_and_normalised(
+    zero_centred: bool, dtype: torch.dtype, device: torch.device
+) -> None:
+    x, y = (view_of_wider(5, 100, dtype=dtype, made=made) for made in (1, 2))
+    norm = torch.randn(100, generator=torch.Generator().manual_seed(3)).to(dtype)
+    named = {"eps": EPS, "zero_centred": zero_centred}
+    expected = fused.add_norm(x, y, norm, **named)
+    found = norms.add_norm(on(device, x), on(device, y), norm.to(device), **named)
+    torch.testing.assert_close(found[0].cpu(), expected[0], **within("norms", dtype))
+    assert equal_bytes(found[1].cpu(), expected[1])
+    there = on(device, x)
+    alone = norms.add_norm(there, None, norm.to(device), **named)
+    assert alone[1] is there
+    expected = fused.add_norm(x, None, norm, **named)
+    torch.testing.assert_close(alone[0].cpu(), expected[0], **within("norms", dtype))
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # numpy's, of silu(-100)

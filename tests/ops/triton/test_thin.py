@@ -1,0 +1,97 @@
+"""Products of few tokens, with what stands before and behind them, against the reference."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from millpond.ops.reference import fused as reference
+from millpond.ops.reference.linear import linear
+from millpond.ops.triton.layer_choices import ThinChoice
+from tests.ops.triton.layers import DTYPES, poisoned
+from tests.ops.triton.side_by_side import equal_bytes
+from tests.ops.triton.test_dense import on, view_of_wider
+from tests.ops.triton.tolerances import within
+
+kernels = pytest.importorskip("millpond.ops.triton.thin")
+pytestmark = pytest.mark.usefixtures(poisoned.__name__)
+
+CHOICES = [ThinChoice(outputs=16, step=64, stages=2, ahead=1), ThinChoice(32, 128, 4, 3, 2)]
+TOKENS = [1, 19]
+EPS = 1e-5
+
+
+def random(*shape: int, dtype: torch.dtype, made: int = 7) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(made)).to(dtype)
+
+
+@pytest.fixture(params=CHOICES, ids=["16x64", "32x128"])
+def choice(request: pytest.FixtureRequest) -> ThinChoice:
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(40, 96), (64, 256)], ids=str)
+def test_a_thin_product_is_the_product_and_no_row_depends_on_another(
+    sizes: tuple[int, int], dtype: torch.dtype, choice: ThinChoice, device: torch.device
+) -> None:
+    outputs, inner = sizes
+    weight = random(outputs, inner, dtype=dtype) / inner**0.5
+    for tokens in TOKENS:
+        x = view_of_wider(tokens, inner, dtype=dtype, made=1)
+        found = kernels.thin_linear(on(device, x), weight.to(device), choice)
+        torch.testing.assert_close(found.cpu(), linear(x, weight), **within("products", dtype))
+        some = kernels.thin_linear(on(device, x)[-1:], weight.to(device), choice)
+        if tokens <= 16:
+            assert equal_bytes(some.cpu(), found[-1:].cpu())
+    nothing = kernels.thin_linear(x[:0].to(device), weight.to(device), choice)
+    assert nothing.shape == (0, outputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("zero_centred", [False, True])
+@pytest.mark.parametrize("adding", [False, True])
+def test_sum_norm_product_and_activation_in_one(
+    adding: bool, zero_centred: bool, dtype: torch.dtype, choice: ThinChoice, device: torch.device
+) -> None:
+    outputs, inner = 40, 200
+    norm = random(inner, dtype=dtype, made=3) / 4
+    if not zero_centred:
+        norm = norm + 1
+    weight = random(2 * outputs, inner, dtype=dtype) / inner**0.5
+    named = {"eps": EPS, "zero_centred": zero_centred}
+    for tokens in TOKENS:
+        x, y = (view_of_wider(tokens, inner, dtype=dtype, made=made) for made in (1, 2))
+        inputs, moved = (x, y if adding else None), (on(device, x), on(device, y))
+        if not adding:
+            moved = (moved[0], None)
+        rest = norm.to(device), weight.to(device)
+        expected = reference.norm_linear(*inputs, norm, weight, **named)
+        found = kernels.thin_norm_linear(*moved, *rest, choice, **named)
+        torch.testing.assert_close(found[0].cpu(), expected[0], **within("products", dtype))
+        assert equal_bytes(found[1].cpu().contiguous(), expected[1].contiguous())
+        for limit in (None, 0.5):
+            expected = reference.norm_swiglu(*inputs, norm, weight, limit=limit, **named)
+            found = kernels.thin_norm_swiglu(*moved, *rest, choice, limit=limit, **named)
+            torch.testing.assert_close(found[0].cpu(), expected[0], **within("experts", dtype))
+            assert equal_bytes(found[1].cpu().contiguous(), expected[1].contiguous())
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("silu", [False, True])
+def test_a_gated_norm_by_heads_and_a_product_in_one(
+    silu: bool, dtype: torch.dtype, choice: ThinChoice, device: torch.device
+) -> None:
+    outputs, heads, size = 40, 5, 32
+    weight = random(outputs, heads * size, dtype=dtype) / (heads * size) ** 0.5
+    for norm in (random(size, dtype=torch.float32, made=3), random(size, dtype=dtype, made=3)):
+        for tokens in TOKENS:
+            x, gate = (
+                view_of_wider(tokens, heads, size, dtype=dtype, made=made) for made in (1, 2)
+            )
+            named = {"eps": EPS, "silu": silu}
+            expected = reference.gated_norm_linear(x, gate, norm, weight, **named)
+            found = kernels.thin_gated_norm_linear(
+                on(device, x), on(device, gate), norm.to(device), weight.to(device), choice, **named
+            )
+            torch.testing.assert_close(found.cpu(), expected, **within("products", dtype))
