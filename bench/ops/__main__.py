@@ -1,12 +1,13 @@
-"""Every linear-attention op at the shapes of real models: against its least bytes and fla-core.
+"""Every op at the shapes of real models: against its least bytes and arithmetic, and fla-core.
 
-python -m bench.ops [--shapes kda,gdn] [--only decode,verify,prefill,export,conv] [--check-only]
+python -m bench.ops [--shapes kda,gdn,q4,g8] [--only decode,verify,prefill,...] [--check-only]
 
-Before a case is timed its outputs and slots are compared with the reference's; nothing at all is
-printed of a run in which one comparison failed. Two times a case: replays of a CUDA graph (what a
-decode step sees) and launches from Python. Rates are of the bytes that must move, as a share of a
-copy measured in the same run. --check-only compares and times nothing: it needs no GPU with
-TRITON_INTERPRET=1 and --shapes small-kda,small-gdn.
+Before anything is timed, outputs and what a call writes are compared with the reference's; every
+case that differs is named, and then no time is shown at all. Two times a case: replays of a CUDA
+graph (what a decode step sees) and launches from Python. Rates are of the bytes that must move or
+of the arithmetic that must be done, whichever takes longer at the rates of a copy and of a large
+product measured in the same run. --check-only compares and times nothing: it needs no GPU with
+TRITON_INTERPRET=1 and --shapes small-kda,small-gdn,small-q4,small-g8.
 """
 
 from __future__ import annotations
@@ -15,41 +16,57 @@ import argparse
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
 
 import torch
 import triton
 
-from bench.ops import cases, peers
+from bench.ops import cases, layers, peers
 from millpond.ops.reference.backend import BACKEND as REFERENCE
 from millpond.ops.triton.backend import BACKEND as TRITON
 
-FAMILIES = ("decode", "verify", "prefill", "export", "conv")
+FAMILIES = ("decode", "verify", "prefill", "export", "conv", *layers.FAMILIES)
 TRIALS, REPEATS = 7, 20
 WITHIN = {
     # Sums in another order; three TF32 products for one of fp32.
     torch.float32: 2e-5,
-    # Operands and outputs rounded to bf16, 2^-9 each, a few times over.
+    # Operands and outputs rounded to bf16, 2^-9 each, a few times over; near ties go elsewhere.
     torch.bfloat16: 1.5e-2,
 }
-"""Root mean square of the difference over that of the reference."""
+"""Root mean square of the difference over that of the reference; of integers the share that
+differs."""
 
 LIMITS = """
 What this does not show: a whole model's step (other ops, launches between them), more than one GPU,
 batches of mixed lengths, states colder than a benchmark's. fla-core's functions are timed without
 the copies of states out of slots and back that they need. One machine, one run."""
 
+Case = cases.Case | layers.Case
+
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One case, in microseconds."""
+    """One case, in microseconds; None: it cannot be captured, or has no peer."""
 
-    case: cases.Case
-    graph: float
+    case: Case
+    graph: float | None
     launch: float
     peer: float | None
     peer_error: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """What the device does at best, a second: bytes copied (read and written), and flops."""
+
+    copy: float
+    product: float
+
+    def floor(self, case: Case) -> float:
+        """Microseconds that a case takes at least."""
+        return 1e6 * max(case.least_bytes / self.copy, case.least_flops / self.product)
 
 
 def built(shape: cases.Shape, device: torch.device, dtype: torch.dtype) -> Iterator[tuple]:
@@ -77,29 +94,39 @@ def built(shape: cases.Shape, device: torch.device, dtype: torch.dtype) -> Itera
 
 
 def difference(a: torch.Tensor, b: torch.Tensor) -> float:
-    """Root mean square of a - b over that of b; infinite where one is not finite."""
+    """Root mean square of a - b over that of b, infinite where one is not finite; of whole numbers
+    the share that differs.
+    """
+    if not b.is_floating_point():
+        return float((a != b).double().mean())
     a, b = a.double(), b.double()
     if not (torch.isfinite(a).all() and torch.isfinite(b).all()):
         return float("inf")
     return float((a - b).square().mean().sqrt() / b.square().mean().sqrt().clamp(min=1e-30))
 
 
-def outcome(case: cases.Case, op: Callable[..., object]) -> list[torch.Tensor]:
-    """What a call returns, and the banks and rings it leaves; the case itself keeps its own."""
-    changed = {
-        name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in case.named.items()
-    }
-    copy = cases.Case(case.op, case.label, case.shape, case.args, changed, case.least_bytes)
-    found = copy.call(op)
-    outputs = list(found) if isinstance(found, tuple) else [found]
-    banks = [x for x in changed.values() if isinstance(x, torch.Tensor)]
-    return [x for x in (*outputs, *banks) if isinstance(x, torch.Tensor) and x.numel()]
+def serving(name: str) -> Callable[..., object]:
+    """The op as an engine on a GPU has it: the reference's where there is no kernel."""
+    return TRITON.ops[name] if name in TRITON.ops else REFERENCE.ops[name]
 
 
-def red(case: cases.Case, dtype: torch.dtype) -> str | None:
+def outcome(case: Case, op: Callable[..., object]) -> list[torch.Tensor]:
+    """What a call returns, and what it leaves where it writes; the case itself keeps its own."""
+    changed = {name: case.named[name].clone() for name in case.changed}
+    found = replace(case, named=case.named | changed).call(op)
+    outputs = found if isinstance(found, tuple) else _fields(found)
+    return [x for x in (*outputs, *changed.values()) if isinstance(x, torch.Tensor) and x.numel()]
+
+
+def _fields(found: object) -> Sequence[object]:
+    names = getattr(found, "__dataclass_fields__", None)
+    return [found] if names is None else [getattr(found, name) for name in names]
+
+
+def red(case: Case, dtype: torch.dtype) -> str | None:
     """How the kernels differ from the reference, or None."""
     expected = outcome(case, REFERENCE.ops[case.op])
-    found = outcome(case, TRITON.ops[case.op])
+    found = outcome(case, serving(case.op))
     if case.op == "conv_verify":  # places of no token are anything
         rows = case.named["rows"]
         live = torch.arange(rows.width - 1, device=found[0].device) < rows.pending[:, None]
@@ -124,33 +151,40 @@ def microseconds(call: Callable[[], object]) -> float:
     return statistics.median(trials)
 
 
-def captured(call: Callable[[], object]) -> Callable[[], object]:
-    """The call as a CUDA graph."""
+def captured(call: Callable[[], object]) -> Callable[[], object] | None:
+    """The call as a CUDA graph; None when it waits for the device."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         call()
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    try:
+        with torch.cuda.graph(graph):
+            call()
+    except RuntimeError:
+        torch.cuda.synchronize()
+        return None
     return graph.replay
 
 
-def timed(case: cases.Case) -> Line:
+def timed(case: Case) -> Line:
     """Both times of a case, and the better of them for its peer."""
+    op = serving(case.op)
 
     def call() -> object:
-        return case.call(TRITON.ops[case.op])
+        return case.call(op)
 
-    other = peers.peer(case)
+    other = peers.peer(case) if isinstance(case, cases.Case) else None
     peer_time = error = None
     if other is not None:
         out, _ = other()
-        error = difference(out[0], outcome(case, TRITON.ops[case.op])[0])
+        error = difference(out[0], outcome(case, op)[0])
         peer_time = microseconds(other)
     call()
-    return Line(case, microseconds(captured(call)), microseconds(call), peer_time, error)
+    launched = microseconds(call)
+    replay = captured(call)
+    return Line(case, microseconds(replay) if replay else None, launched, peer_time, error)
 
 
 def copy_rate() -> float:
@@ -160,12 +194,60 @@ def copy_rate() -> float:
     return 2 * source.nbytes / microseconds(lambda: target.copy_(source)) * 1e6
 
 
+def product_rate(dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a large product."""
+    size = 8192
+    a, b = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in "ab")
+    return 2 * size**3 / microseconds(lambda: a @ b) * 1e6
+
+
+def wanted(
+    names: str, only: str, device: torch.device, dtype: torch.dtype
+) -> Iterator[Callable[[], Case]]:
+    """How to make the cases of these shapes and families."""
+    families = only.split(",")
+    for name in names.split(","):
+        linear = built(cases.SHAPES[name], device, dtype) if name in cases.SHAPES else ()
+        others = layers.built(layers.SHAPES[name], device, dtype) if name in layers.SHAPES else ()
+        for family, make in chain(linear, others):
+            if family in families:
+                yield make
+
+
+def check(makes: Sequence[Callable[[], Case]], dtype: torch.dtype) -> int:
+    """Compare every case, naming those that differ or cannot be run at once; how many do."""
+    bad = 0
+    for make in makes:
+        case = make()
+        try:
+            why = red(case, dtype)
+        except (RuntimeError, triton.TritonError) as error:
+            why = f"{case.shape.name} {case.op} ({case.label}): {type(error).__name__}: {error}"
+        if why is not None:
+            bad += 1
+            print(f"ops: {why}", flush=True)
+    return bad
+
+
+def show(line: Line, rates: Rates) -> None:
+    """One row of the table."""
+    case, floor = line.case, rates.floor(line.case)
+    best = line.launch if line.graph is None else line.graph
+    other = ("", "") if line.peer is None else (f"{line.peer:.0f}", f"{line.peer / best:.2f}")
+    graph = "-" if line.graph is None else f"{line.graph:.1f}"
+    print(
+        f"| {case.op} | {case.shape.name} | {case.label} | {graph} | {line.launch:.1f}"
+        f" | {floor:.1f} | {floor / best:.0%} | {other[0]} | {other[1]} |",
+        flush=True,
+    )
+
+
 def main(arguments: list[str]) -> int:
     """Exit 1 when a comparison failed, or when there is no GPU to time on."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--shapes", default="kda,gdn")
+    parser.add_argument("--shapes", default="kda,gdn,q4,g8")
     parser.add_argument("--only", default=",".join(FAMILIES))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--check-only", action="store_true")
@@ -178,42 +260,26 @@ def main(arguments: list[str]) -> int:
     if device.type == "cpu" and not chosen.check_only:
         print("ops: not run, because there is no GPU to time on; --check-only compares")
         return 1
-    rate = 0.0 if chosen.check_only else copy_rate()
-    lines: list[Line] = []
-    checked = 0
-    for name in chosen.shapes.split(","):
-        for family, make in built(cases.SHAPES[name], device, dtype):
-            if family not in chosen.only.split(","):
-                continue
-            case = make()
-            if (difference_found := red(case, dtype)) is not None:
-                print(f"ops: {difference_found}; no times are shown")
-                return 1
-            checked += 1
-            if not chosen.check_only:
-                lines.append(timed(case))
-    print(f"{checked} cases equal the reference within {WITHIN[dtype]:.1e} (rms, {chosen.dtype})")
+    makes = list(wanted(chosen.shapes, chosen.only, device, dtype))
+    if bad := check(makes, dtype):
+        print(f"ops: {bad} of {len(makes)} cases are wrong; no times are shown")
+        return 1
+    print(f"{len(makes)} cases equal the reference within {WITHIN[dtype]:.1e} ({chosen.dtype})")
     if chosen.check_only:
         return 0
-    fla = peers.installed()
+    rates = Rates(copy_rate(), product_rate(dtype))
     print(
         f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Triton {triton.__version__},"
-        f" fla-core {fla or 'not installed'}, copy {rate / 1e12:.2f} TB/s"
+        f" fla-core {peers.installed() or 'not installed'}, copy {rates.copy / 1e12:.2f} TB/s,"
+        f" product {rates.product / 1e12:.0f} TFLOP/s"
     )
-    print(
-        "\n| op | shape | case | graph us | launch us | of the floor's rate | fla us | fla / ours |"
-    )
-    print("|---|---|---|---:|---:|---:|---:|---:|")
-    for line in lines:
-        floor = line.case.least_bytes / rate * 1e6
-        other = (
-            ("", "") if line.peer is None else (f"{line.peer:.0f}", f"{line.peer / line.graph:.2f}")
-        )
-        print(
-            f"| {line.case.op} | {line.case.shape.name} | {line.case.label} | {line.graph:.1f}"
-            f" | {line.launch:.1f} | {floor / line.graph:.0%} | {other[0]} | {other[1]} |"
-        )
-    errors = [line.peer_error for line in lines if line.peer_error is not None]
+    print("\n| op | shape | case | graph us | launch us | floor us | of it | fla us | fla / ours |")
+    print("|---|---|---|---:|---:|---:|---:|---:|---:|")
+    errors = []
+    for make in makes:
+        line = timed(make())
+        show(line, rates)
+        errors += [] if line.peer_error is None else [line.peer_error]
     if errors:
         print(f"\nfla-core's outputs differ from ours by at most {max(errors):.1e} (rms).")
     print(LIMITS)

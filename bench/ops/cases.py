@@ -68,6 +68,16 @@ class Case:
     named: dict[str, object]
     least_bytes: int
 
+    @property
+    def least_flops(self) -> int:
+        """Not counted: these ops are bound by bytes, or should be."""
+        return 0
+
+    @property
+    def changed(self) -> tuple[str, ...]:
+        """Those of `named` that a call may write: banks and rings."""
+        return tuple(name for name, x in self.named.items() if isinstance(x, torch.Tensor))
+
     def call(self, op: Callable[..., object]) -> object:
         """Run it once, with a fresh log."""
         rows = self.named["rows"]
