@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -76,25 +77,27 @@ def test_a_model_that_does_not_run_is_refused_before_it_serves(kind: str, drafts
         worker.warm_up()
 
 
-@pytest.mark.parametrize(("kind", "drafts"), KINDS)
+@pytest.mark.parametrize(
+    ("kind", "drafts", "ahead"),
+    [("glm", 0, False), ("glm", 3, True), ("qwen", 0, True), ("qwen", 3, False)],
+)
 def test_no_request_calls_an_op_in_a_way_in_which_warming_up_did_not(
-    kind: str, drafts: int, monkeypatch: pytest.MonkeyPatch
+    kind: str, drafts: int, ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What chooses a kernel is the type and the rank of its arguments, and what is absent."""
     seen: set[tuple[object, ...]] = set()
     bind = runtime.bind
     monkeypatch.setattr(runtime, "bind", lambda *a, **k: watched(bind(*a, **k), seen))
-    worker = bundled(kind, drafts)
-    other = worker._like_this(num_slots=SLOTS, num_pages=PAGES, num_seats=SEATS)
+    like_this = partial(bundled(kind, drafts)._like_this, runs_ahead=ahead)
+    other = like_this(num_slots=SLOTS, num_pages=PAGES, num_seats=SEATS)
     other.run_through(kinds=every_kind)
     warm = set(seen)
     seen.clear()
-    serve(worker)
+    serve(like_this(num_slots=12, num_pages=160, num_seats=4))
     assert len({name for name, *_ in seen}) >= 15
     assert seen <= warm, f"first seen while serving: {sorted(map(str, seen - warm))}"
-    few = bundled(kind, drafts)
     seen.clear()
-    few.run_through(kinds=few_kinds)
+    other.run_through(kinds=few_kinds)
     assert seen < warm, "the comparison sees no difference"
 
 
@@ -151,7 +154,7 @@ def serve(worker: Worker) -> None:
         debug_audit=True, debug_poison=True, decode_checkpoint_interval=64,
     )  # fmt: skip
     engine = Engine(settings, UniExecutor(worker))
-    params: Iterable[dict[str, Any]] = (
+    params: tuple[dict[str, Any], ...] = (
         {"temperature": 0.0},
         {"seed": 3},
         {"top_k": 3, "top_p": 0.5},
@@ -161,15 +164,14 @@ def serve(worker: Worker) -> None:
         {"n": 3, "seed": 5},
         {"n": 2, "presence_penalty": 0.3, "logprobs": 0},
     )
-    for round_ in range(2):
-        for index, wish in enumerate(params):
-            length = (1, 63, 64, 65, 127, 200, 33, 500)[index]
-            request = EngineRequest(
-                request_id=f"{round_}-{index}",
-                tokens=tuple((7 * i + index) % 200 for i in range(length)),
-                params=SamplingParams(max_tokens=5, ignore_eos=True, **wish),
-            )
-            engine.submit(request)
+    for index, wish in enumerate((*params, *params[:2])):
+        length = (1, 130, 64, 65, 127, 200, 33, 300, 140, 131)[index]
+        request = EngineRequest(
+            request_id=str(index),
+            tokens=tuple(7 * i % 200 for i in range(length)),
+            params=SamplingParams(max_tokens=4, ignore_eos=True, **wish),
+        )
+        engine.submit(request)
     while engine.step():
         pass
     engine.close(drain=False)
