@@ -12,9 +12,8 @@ from collections.abc import Collection, Iterable
 from msgspec.structs import replace
 
 from millpond.engine.ledger import Ledger
-from millpond.engine.planned import LiveRow
 from millpond.engine.request import Sequence
-from millpond.plan.step import Export, Row
+from millpond.plan.step import Export, Row, VerifyRow
 from millpond.state.checkpoint import AnchorKind
 from millpond.state.running import Exported
 
@@ -28,15 +27,23 @@ class AnswerAnchors:
 
     # In a plan.
 
-    def is_due(self, sequence: Sequence) -> bool:
-        """Whether the planned row overwrites a state that is worth keeping."""
-        start, step = sequence.folded, self._step
+    def passes(self, start: int, end: int) -> bool:
+        """Whether a row that folds tokens `start .. end - 1` overwrites a state worth keeping.
+
+        That it starts from, or that it only passes; in its own output the state at `end` is safe.
+        """
+        return self._step > 0 and -start % self._step < end - start
+
+    def _is_due(self, sequence: Sequence, start: int) -> bool:
+        """Whether the state at `start`, which a planned row overwrites, is to be kept."""
+        state = sequence.state
         return (
-            step > 0
-            and start % step == 0
+            start % self._step == 0
             and start > sequence.prompt_len
-            and sequence.state.in_place
+            and state.in_place
             and sequence.epoch == self._ledger.epoch
+            and start not in state.exports
+            and (state.anchor is None or state.anchor.end != start)
         )
 
     def plan(
@@ -45,35 +52,39 @@ class AnswerAnchors:
         decode: list[Sequence],
         rows: list[Row],
         due: list[int],
-        verify: list[LiveRow],
     ) -> None:
         """When all rows have their slots: what is left goes to the states that are to stay.
 
-        `rows` belong to `decode`; those of `due` read such a state and get another output. A row
-        with drafts reads one, or exports one from among what it folds.
+        `rows` belong to `decode`; those of `due` read such a state and get another output.
         """
         pool = self._ledger.pool
         for index in due:
-            sequence = decode[index]
-            if self._has_room(sequence, running):
-                rows[index] = replace(rows[index], state_out=sequence.state.keep_input(pool))
-        for live in verify:
-            sequence = live.sequence
-            if self.is_due(sequence):
-                if self._has_room(sequence, running):
-                    live.state_out = sequence.state.keep_input(pool)
-                continue
-            end = self._inside(sequence)
-            if end is not None and self._has_room(sequence, running):
-                live.export = Export(end, sequence.state.plan_export(pool, end))
+            sequence, row = decode[index], rows[index]
+            if self._is_due(sequence, row.start) and self._has_room(sequence, running):
+                rows[index] = replace(row, state_out=sequence.state.keep_input(pool))
 
-    def _inside(self, sequence: Sequence) -> int | None:
-        """The anchor strictly between the state and the last known token, if there is one."""
-        step = self._step
-        if not step or sequence.epoch != self._ledger.epoch:
-            return None
-        end = (sequence.folded // step + 1) * step
-        return end if end < len(sequence.tokens) else None
+    def plan_live(
+        self,
+        running: Collection[Sequence],
+        verify: list[Sequence],
+        rows: list[VerifyRow],
+        due: list[int],
+    ) -> None:
+        """The same for verify rows: one reads such a state, or exports it from what it folds."""
+        pool, step = self._ledger.pool, self._step
+        for index in due:
+            sequence, row = verify[index], rows[index]
+            inside = (row.start // step + 1) * step
+            if self._is_due(sequence, row.start):
+                if self._has_room(sequence, running):
+                    rows[index] = replace(row, state_out=sequence.state.keep_input(pool))
+            elif (
+                inside < row.end
+                and sequence.epoch == self._ledger.epoch
+                and self._has_room(sequence, running)
+            ):
+                export = Export(inside, sequence.state.plan_export(pool, inside))
+                rows[index] = replace(row, export=export)
 
     def _has_room(self, sequence: Sequence, running: Collection[Sequence]) -> bool:
         """Have a slot free: any, or that of its older anchor, or the least wanted checkpoint's.
@@ -112,23 +123,28 @@ class AnswerAnchors:
 
     # At commit.
 
-    def committed(self, live: LiveRow, exported: Iterable[Exported]) -> None:
-        """The anchor among what a row with drafts folded, if the report says it was written."""
+    def committed(self, sequence: Sequence, row: VerifyRow, exported: Iterable[Exported]) -> None:
+        """The anchor among what a verify row folded, if the report says it was written."""
         found = tuple(exported)
-        if live.export is not None and not found:
+        if row.export is not None and row.export.end <= sequence.folded and not found:
             self._skip("unwritten")
         for export in found:
-            if live.sequence.epoch == self._ledger.epoch:
-                live.sequence.state.keep(self._ledger.pool, export)
+            if sequence.epoch == self._ledger.epoch:
+                sequence.state.keep(self._ledger.pool, export)
             else:
                 self._ledger.pool.release(export.lease)
 
     def publish(self, sequence: Sequence) -> None:
-        """The sample ends: the next turn may start from its newest anchor."""
+        """The sample ends: the next turn may start from its newest anchor.
+
+        Not from its last state while a step in flight writes that: it goes on to tokens that the
+        sample may not have.
+        """
         ledger, state, end = self._ledger, sequence.state, sequence.folded
         if not self._step or sequence.epoch != ledger.epoch:
             return
-        if end > sequence.prompt_len and end % self._step == 0 and state.slot is not None:
+        at_anchor = end > sequence.prompt_len and end % self._step == 0
+        if at_anchor and state.slot is not None and not state.in_flight:
             ledger.publish(sequence, end, state.publish(ledger.pool), AnchorKind.DECODE)
             return
         anchor = state.take_anchor()

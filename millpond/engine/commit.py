@@ -34,7 +34,11 @@ class Committer:
         self._errors: dict[Request, str] = {}
 
     def apply(self, scheduled: Scheduled, result: StepResult) -> None:
-        """Advance every row by what the step reports. Leases of rows still in flight are kept."""
+        """Advance every row by what the step reports. Leases of rows still in flight are kept.
+
+        Steps come in the order in which they were launched. What a row came to, whose sequence
+        ended while the step before it was in flight, is thrown away.
+        """
         plan = scheduled.plan
         if result.step != plan.step:
             raise Broken(f"step {plan.step} was answered with the result of step {result.step}")
@@ -68,16 +72,29 @@ class Committer:
             self._lost(sequence, end, "the forward did not write the state")
         self._settle()
 
-    def fail(self, scheduled: Scheduled, why: str) -> None:
-        """The step did not finish: nothing of it is kept, its rows are recomputed or ended."""
+    def fail(self, failed: Scheduled, why: str, after: Scheduled | None = None) -> None:
+        """The step did not finish: nothing of it is kept, its rows are recomputed or ended.
+
+        Nor is anything of the step `after` it, which was in flight too and has ended as well.
+        """
         self._ledger.counters.steps_failed += 1
-        self._scheduler.failed(scheduled)
-        for planned in scheduled.prefill:
-            self._lost(planned.sequence, planned.end, why)
-        for sequence, row in zip(scheduled.decode, scheduled.plan.decode, strict=True):
-            self._lost(sequence, row.end, why)
-        for live, verified in zip(scheduled.verify, scheduled.plan.verify, strict=True):
-            self._lost(live.sequence, verified.end, why)
+        ends: dict[Sequence, int] = {}
+        for scheduled in (failed,) if after is None else (failed, after):
+            self._scheduler.failed(scheduled)
+            for planned in scheduled.prefill:
+                ends[planned.sequence] = planned.end
+            for sequence, row in zip(scheduled.decode, scheduled.plan.decode, strict=True):
+                ends[sequence] = row.end
+            for sequence in scheduled.verify:
+                ends[sequence] = len(sequence.tokens)
+        if after is not None:
+            self._ledger.counters.rows_wasted += len(after.verify)
+        for sequence, end in ends.items():
+            if sequence.is_leaving:
+                self._scheduler.landed(sequence)
+            else:
+                sequence.state.discard(self._ledger.pool)
+                self._lost(sequence, end, why)
         self._settle()
 
     def end_request(
@@ -142,14 +159,19 @@ class Committer:
             runs[emitted.seat].append(emitted)
         counts = {verified.seat: verified for verified in result.verified}
         unwritten = []
-        for live, row in zip(scheduled.verify, scheduled.plan.verify, strict=True):
-            sequence = live.sequence
-            if (row.state_out, row.end) not in written:
-                unwritten.append((sequence, row.end))
+        for sequence, row in zip(scheduled.verify, scheduled.plan.verify, strict=True):
+            if sequence.is_leaving:
+                self._ledger.counters.rows_wasted += 1
+                self._scheduler.landed(sequence)
                 continue
-            exported = sequence.state.commit(self._ledger.pool, row.end, written)
-            self._scheduler.along.committed(live, exported)
-            sequence.folded = row.end
+            end = len(sequence.tokens)  # with the step before committed, all of them are known
+            if (row.state_out, end) not in written:
+                unwritten.append((sequence, end))
+                continue
+            exported = sequence.state.commit(self._ledger.pool, end, written)
+            sequence.folded = end
+            if row.export is not None:
+                self._scheduler.along.committed(sequence, row, exported)
             if row.state_in != row.state_out:
                 self._scheduler.unblock()
             if sequence.failures:
@@ -222,8 +244,9 @@ class Committer:
         self._scheduler.unblock()
 
     def _lost(self, sequence: Sequence, end: int, why: str) -> None:
-        """The state of a row is not to be relied upon."""
-        sequence.state.discard(self._ledger.pool)
+        """The state of a row is not to be relied upon, nor a later one that is being written."""
+        if not sequence.state.is_ahead:
+            sequence.state.discard(self._ledger.pool)
         sequence.failures += 1
         sequence.failed_end = max(sequence.failed_end, end)
         if sequence.failures < MAX_FAILURES:
@@ -242,7 +265,7 @@ class Committer:
                 collected += report.entries
 
     def _settle(self) -> None:
-        """End what is over, now that no row is in flight."""
+        """End what is over; what has one more row in flight keeps its leases for that long."""
         over, self._over = self._over, []
         errors, self._errors = self._errors, {}
         for sequence in over:

@@ -12,6 +12,8 @@ class Counters:
 
     steps: int = 0
     steps_failed: int = 0
+    steps_ahead: int = 0  # planned while the one before was in flight
+    rows_wasted: int = 0  # of those, for sequences that had ended or failed meanwhile
     prompt_tokens: int = 0
     generated_tokens: int = 0
     prefix_tokens: Counter[str] = field(default_factory=Counter)

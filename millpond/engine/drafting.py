@@ -7,20 +7,20 @@ from millpond.engine.request import Sequence
 from millpond.plan.step import PAGE_SIZE
 
 
-def take_pages(ledger: Ledger, sequence: Sequence, most: int) -> None:
-    """Room for `most` drafts of this step, as many of the next, and the token between.
+def take_pages(ledger: Ledger, sequence: Sequence, known: int, most: int) -> None:
+    """Room for `most` drafts after `known` tokens, as many of the next step, and the token between.
 
     Nobody is pushed out for drafts: without room there are fewer of them.
     """
-    end = min(len(sequence.tokens) + 2 * most + 1, sequence.request.length_limit)
+    end = min(known + 2 * most + 1, sequence.request.length_limit)
     wanted = pages_for(end) - len(sequence.pages)
     if wanted > 0:
         ledger.evict_pages(wanted)
         sequence.pages += ledger.pages.take(min(wanted, ledger.pages.num_free))
 
 
-def num_drafts(sequence: Sequence, most: int) -> int:
-    """At most `most`: as many as its pages hold, and as its answer may still need.
+def num_drafts(sequence: Sequence, known: int, most: int) -> int:
+    """At most `most` after `known` tokens: as its pages hold, and as its answer may still need.
 
     A step draws one token more than it accepts drafts, and no token is wanted beyond the last. A
     guide may know fewer drafts, and there is a mask for those alone.
@@ -28,4 +28,4 @@ def num_drafts(sequence: Sequence, most: int) -> int:
     if sequence.guide is not None:
         most = min(most, sequence.guide.num_drafts)
     last = min(sequence.request.length_limit - 1, len(sequence.pages) * PAGE_SIZE)
-    return min(most, last - len(sequence.tokens))
+    return max(0, min(most, last - known))

@@ -158,8 +158,8 @@ def _drawing(scheduled: Scheduled) -> Iterator[tuple[Sample, int]]:
     for sample, row in zip(scheduled.decode, scheduled.plan.decode, strict=True):
         if row.emit_seats:
             yield sample, 0
-    for live in scheduled.verify:
-        yield live.sequence, live.num_drafts
+    for sample, live in zip(scheduled.verify, scheduled.plan.verify, strict=True):
+        yield sample, live.num_drafts
 
 
 def _seat_masks(drawing: Iterable[tuple[Sample, int]]) -> tuple[SeatMask, ...]:

@@ -1,4 +1,4 @@
-"""The engine: one thread that schedules, executes and commits, and the doors into it.
+"""The engine: one thread that schedules, launches and commits steps, and the doors into it.
 
 Everything that may come from other threads passes through one small inbox; requests, queues and the
 ledger belong to the engine's thread alone.
@@ -13,6 +13,7 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 
 from millpond.engine import submission
+from millpond.engine.ahead import Ahead, Flight
 from millpond.engine.commit import Committer
 from millpond.engine.constraint import Constraint
 from millpond.engine.grammar import Grammar, Grammars
@@ -29,7 +30,8 @@ from millpond.engine.stream import RequestStream
 from millpond.engine.tiers import Store, Tiers
 from millpond.engine.types import EngineRequest, EngineStats
 from millpond.errors import Rejected, StepFailed, Unavailable
-from millpond.plan.step import Executor, StepResult
+from millpond.plan.counts import counts_of
+from millpond.plan.step import Executor
 from millpond.state import audit
 from millpond.store.jobs import Job, Report
 
@@ -68,6 +70,9 @@ class Engine:
         self._scheduler = Scheduler(self._ledger, self.capabilities)
         self._outbox = Outbox(self._ledger.counters, self._forget, sink)
         self._committer = Committer(self._ledger, self._scheduler, self._outbox)
+        self._ahead = Ahead(self._scheduler, self.capabilities)
+        self._flights: list[Flight] = []  # two at most, the older one first
+        self._landed = 0.0  # when the last one ended
         self._tiers: Tiers | None = None
         if store is not None:
             self._tiers = Tiers(self._ledger, self._scheduler, self.capabilities, store, clock)
@@ -177,7 +182,7 @@ class Engine:
         """
         with self._changed:
             live = len(self._live)
-        return snapshot(self._ledger, self._scheduler, self._tiers, live)
+        return snapshot(self._ledger, self._scheduler, self._tiers, live, counts_of(self._executor))
 
     def start(self) -> None:
         """Run in a thread of its own until `close`."""
@@ -235,7 +240,9 @@ class Engine:
         self._scheduler.tiers.asked(first)
 
     def step(self) -> bool:
-        """Schedule, execute and commit one step; False when there was nothing to do.
+        """Launch what there is to launch, and commit one step; False when there was nothing to do.
+
+        One more step may be in flight when it returns.
 
         What the executor raises, other than `StepFailed`, ends the engine and every stream, not
         this call. A broken invariant of the engine's own is raised as well.
@@ -255,41 +262,73 @@ class Engine:
     def _step(self) -> bool:
         self._read_inbox()
         self._end_aborted()
+        if not self._flights:
+            scheduled = self._schedule()
+            if scheduled is None:
+                return self._guidance.wait_for_one() or self._wait_by_hand()
+            self._launch(scheduled)
+        if not (self._inbox or self._stopping):
+            ahead = self._ahead.plan(self._flights[0].scheduled)
+            if ahead is not None:
+                self._launch(ahead)
+        self._land()
+        return True
+
+    def _schedule(self) -> Scheduled | None:
+        """With nothing in flight, plan a step of whoever may run."""
         self._guidance.wait()
         for request, why, param in self._guidance.failed():
             self._committer.end_request(request, "error", why, param)
         if self._tiers is not None:
             self._tiers.advance()
         scheduled = self._scheduler.schedule()
-        if scheduled is None:
-            return self._guidance.wait_for_one() or self._wait_by_hand()
-        self._guidance.bind(scheduled, drafting=self.capabilities.num_draft_tokens > 0)
+        if scheduled is not None:
+            self._guidance.bind(scheduled, drafting=self.capabilities.num_draft_tokens > 0)
+        return scheduled
+
+    def _launch(self, scheduled: Scheduled) -> None:
         self._audit(scheduled)
-        plan, began = scheduled.plan, self._clock()
+        began = self._clock()
+        self._flights.append(Flight(scheduled, self._executor.launch(scheduled.plan), began))
+
+    def _land(self) -> None:
+        """Wait for the older step in flight, and commit it."""
+        scheduled, launched, began = self._flights[0]
+        result, why, fatal = None, "", None
         try:
-            result = self._executor.launch(plan).result()
+            result = launched.result()
         except StepFailed as error:
             logger.warning("step %d failed: %s", scheduled.plan.step, error)
-            self._finish_step(scheduled, None, str(error))
+            why = str(error)
         except Exception as error:
             logger.exception("the executor failed; no request is served any more")
-            self._finish_step(scheduled, None, str(error))
-            self._die(error)
-        else:
-            self._ledger.measured(plan, self._clock() - began)
-            self._finish_step(scheduled, result, "")
-        self._audit(None)
-        return True
-
-    def _finish_step(self, scheduled: Scheduled, result: StepResult | None, why: str) -> None:
+            why, fatal = str(error), error
+        del self._flights[0]
+        # A step that was launched early began when the one before it ended.
+        began, self._landed = max(began, self._landed), self._clock()
         # What was asked during the forward counts before anything of it is published.
         self._read_inbox()
         if result is None:
-            self._committer.fail(scheduled, why)
+            self._committer.fail(scheduled, why, self._wreck())
         else:
+            self._ledger.measured(scheduled.plan, self._landed - began)
             self._committer.apply(scheduled, result)
             self._guidance.begin(result.drafts)
         self._end_aborted()
+        if fatal is not None:
+            self._die(fatal)
+        self._audit(None)
+
+    def _wreck(self) -> Scheduled | None:
+        """The step after a failed one, once the device is done with it, whatever it came to."""
+        if not self._flights:
+            return None
+        scheduled, launched, _ = self._flights.pop()
+        try:
+            launched.result()
+        except Exception as error:  # noqa: BLE001 -- what it went on from was lost already
+            logger.warning("step %d failed with the one before: %s", scheduled.plan.step, error)
+        return scheduled
 
     def _read_inbox(self) -> None:
         with self._changed:
@@ -333,6 +372,8 @@ class Engine:
 
     def _shut(self) -> None:
         """End what is left, give everything back, close the executor."""
+        while self._flights:
+            self._land()
         self._read_inbox()
         for request in self._left():
             self._committer.end_request(request, "abort")
@@ -348,6 +389,7 @@ class Engine:
         """End every stream; nothing is accepted from here on."""
         with self._changed:
             self._failure = f"{type(error).__name__}: {error}"
+        self._flights.clear()
         self._read_inbox()
         for request in self._left():
             for sequence in request.samples:
@@ -370,12 +412,18 @@ class Engine:
         self._changed.notify_all()
 
     def _audit(self, scheduled: Scheduled | None) -> None:
-        """Check every invariant of the ledger, where the settings ask for it."""
+        """Check every invariant of the ledger, where the settings ask for it.
+
+        `scheduled` is about to be launched.
+        """
         if not self.settings.debug_audit:
             return
         running = [one for lead in self._scheduler.running for one in lead.group]
+        running += self._scheduler.leaving
         transfers = None if self._tiers is None else self._tiers.transfers
-        plan = None if scheduled is None else scheduled.plan
+        flights = [flight.scheduled for flight in self._flights]
+        flights += [] if scheduled is None else [scheduled]
+        plans = [one.plan for one in flights]
         audit.run(
             audit.House(
                 pool=self._ledger.pool,
@@ -385,6 +433,7 @@ class Engine:
                 leases=[] if transfers is None else transfers.leases,
                 page_runs=[one.pages for one in running]
                 + ([] if transfers is None else transfers.page_runs),
-                rows=() if plan is None else plan.prefill + plan.decode + plan.verify,
+                flights=[plan.prefill + plan.decode + plan.verify for plan in plans],
+                leaving=[one.seat for one in self._scheduler.leaving],
             )
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from millpond.engine.request import Sequence
 from millpond.plan.checkpoints import Anchor
-from millpond.plan.step import PAGE_SIZE, Export, FanOut, Row, SeatLoad, StepPlan, VerifyRow
+from millpond.plan.step import PAGE_SIZE, Export, FanOut, Row, SeatLoad, StepPlan
 from millpond.state.lease import SlotId
 
 
@@ -52,35 +52,6 @@ class PrefillRow:
         )
 
 
-class LiveRow:
-    """A row of a live sequence on its way into the plan: it folds what is known, then drafts."""
-
-    __slots__ = ("export", "num_drafts", "sequence", "state_in", "state_out")
-
-    def __init__(
-        self, sequence: Sequence, num_drafts: int, state_in: SlotId, state_out: SlotId
-    ) -> None:
-        self.sequence = sequence
-        self.num_drafts = num_drafts
-        self.state_in = state_in
-        self.state_out = state_out
-        self.export: Export | None = None
-
-    def freeze(self) -> VerifyRow:
-        """The row as the device gets it."""
-        sequence = self.sequence
-        return VerifyRow(
-            request=sequence.request.spec.request_id,
-            seat=sequence.seat,
-            start=sequence.folded,
-            pending=len(sequence.tokens) - sequence.folded - 1,
-            num_drafts=self.num_drafts,
-            state_in=self.state_in,
-            state_out=self.state_out,
-            export=self.export,
-        )
-
-
 class Scheduled:
     """A plan, and whose rows it holds: `prefill[i]` belongs to the plan's row i, and so on."""
 
@@ -91,7 +62,7 @@ class Scheduled:
         plan: StepPlan,
         prefill: list[PrefillRow],
         decode: list[Sequence],
-        verify: list[LiveRow],
+        verify: list[Sequence],
     ) -> None:
         self.plan = plan
         self.prefill = prefill

@@ -36,6 +36,7 @@ class Queues:
         self.ledger = ledger
         self.waiting: list[Sequence] = []
         self.running: list[Sequence] = []
+        self.leaving: list[Sequence] = []  # run no longer, with a row in flight that holds them
         self.shared = SharedPrefixes()
         self.holds = Holds(ledger.counters, self.shared, anchors)
         self.turns = Turns(ledger.settings.max_overtakes)
@@ -57,12 +58,8 @@ class Queues:
         """Take everything from a running sequence; it waits, and is recomputed."""
         self.running.remove(sequence)
         self._stopped(sequence)
-        self.ledger.vacate(sequence)
-        logprobs = sequence.request.prompt_logprobs
-        if logprobs is not None:
-            logprobs.clear()
-        self.enqueue(sequence)
-        self.unblock()
+        if not self._leaves(sequence):
+            self._come_back(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         """Forget a sequence that is over, wherever it is, and take back what it holds."""
@@ -73,12 +70,24 @@ class Queues:
         self.turns.done(sequence)
         self.holds.forget(sequence)
         self.tiers.left(sequence)
-        self.ledger.vacate(sequence)
-        self.unblock()
+        if not self._leaves(sequence):
+            self.ledger.vacate(sequence)
+            self.unblock()
+
+    def landed(self, sequence: Sequence) -> None:
+        """The last row in flight of a sequence that leaves has ended: take back what it holds."""
+        self.leaving.remove(sequence)
+        sequence.is_leaving = False
+        sequence.state.discard(self.ledger.pool)
+        if sequence.finish_reason is None:
+            self._come_back(sequence)
+        else:
+            self.ledger.vacate(sequence)
+            self.unblock()
 
     def abandon(self) -> None:
         """Take everything from everyone, in whatever state an error has left it."""
-        for sequence in (*self.running, *self.waiting):
+        for sequence in (*self.running, *self.waiting, *self.leaving):
             try:
                 sequence.state.discard(self.ledger.pool)
                 self.ledger.vacate(sequence)
@@ -86,6 +95,22 @@ class Queues:
                 logger.exception("%s could not give back what it holds", sequence.name)
         self.running.clear()
         self.waiting.clear()
+        self.leaving.clear()
+
+    def _leaves(self, sequence: Sequence) -> bool:
+        """Whether a sequence has to wait for a row in flight before it gives anything back."""
+        if sequence.state.in_flight and not sequence.is_leaving:
+            sequence.is_leaving = True
+            self.leaving.append(sequence)
+        return sequence.is_leaving
+
+    def _come_back(self, sequence: Sequence) -> None:
+        self.ledger.vacate(sequence)
+        logprobs = sequence.request.prompt_logprobs
+        if logprobs is not None:
+            logprobs.clear()
+        self.enqueue(sequence)
+        self.unblock()
 
     def reached(self, row: PrefillRow, published: Collection[int]) -> None:
         """A row of a prompt was committed, and the states it left at `published` can be found."""

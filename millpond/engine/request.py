@@ -84,7 +84,9 @@ class Sequence:
         "guide",
         "index",
         "is_first",
+        "is_leaving",
         "is_live",
+        "is_plain",
         "order",
         "own_seat",
         "pages",
@@ -118,6 +120,8 @@ class Sequence:
         self.seat = NO_SEAT
         self.own_seat: tuple[Seat, ...] = ()
         self.is_live = False  # drew a token in this seat: the device knows its newest tokens
+        self.is_leaving = False  # runs no longer, and a step in flight has a row of it
+        self.is_plain = _is_plain(spec)  # may run ahead of the tokens it draws
         self.siblings: list[Sequence] = []
         self.epoch = 0  # at its admission, with the salt of its keys
         self.salt = b""
@@ -154,3 +158,18 @@ class Sequence:
         self.own_seat = (seat,)
         self.is_live = False
         self.pages_sent = 0
+
+
+def _is_plain(spec: EngineRequest) -> bool:
+    """Whether all it takes to draw the next token is on the device, and what is told of it little.
+
+    A guide is given later, and looked for there.
+    """
+    params = spec.params
+    return (
+        params.logprobs is None
+        and params.min_tokens == 0
+        and not params.logit_bias
+        and not params.has_penalties
+        and spec.constraint is None
+    )

@@ -20,7 +20,7 @@ from millpond.engine.admission import (
 from millpond.engine.along import AnswerAnchors
 from millpond.engine.exports import evidence_of, plan_exports
 from millpond.engine.ledger import Ledger
-from millpond.engine.planned import LiveRow, PrefillRow, Scheduled, fan_out, seat_load
+from millpond.engine.planned import PrefillRow, Scheduled, fan_out, seat_load
 from millpond.engine.queues import Queues
 from millpond.engine.request import Sequence
 from millpond.errors import Broken, Exhausted
@@ -34,6 +34,7 @@ from millpond.plan.step import (
     Row,
     SeatLoad,
     StepPlan,
+    VerifyRow,
 )
 from millpond.state.lease import PageId, SlotId
 
@@ -62,7 +63,10 @@ class Scheduler(Queues):
     # One step.
 
     def schedule(self) -> Scheduled | None:
-        """Plan the next step, with everything it touches leased; None when there is no row."""
+        """Plan the next step, with everything it touches leased; None when there is no row.
+
+        No step is in flight.
+        """
         self._begin()
         self._put_overdue_first()
         self._make_way()
@@ -90,10 +94,39 @@ class Scheduler(Queues):
         self._plan_exports()
         return self._freeze()
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether the next plan would let nobody in, push nobody out and change no order."""
+        if self.turns.is_due:
+            return False
+        for sequence in self.waiting:
+            if self.tiers.holds(sequence):
+                continue
+            if self.leaving or (self.running and self.running[-1].outranked_by(sequence)):
+                return False
+            return sequence is self._blocked or not has_seats(self.ledger, sequence)
+        return True
+
+    def schedule_live(
+        self, sequences: list[Sequence], rows: list[VerifyRow], due: list[int]
+    ) -> Scheduled:
+        """Plan a step of live rows alone, whose slots and pages were taken in order.
+
+        Those of `due` pass a state worth keeping.
+        """
+        self._begin()
+        for sequence in sequences:
+            if sequence.pages_sent < len(sequence.pages):
+                self._send_pages(sequence)
+        self._verify += sequences
+        self._verify_rows += rows
+        self.along.plan_live(self.running, self._verify, self._verify_rows, due)
+        return self._freeze()
+
     def failed(self, scheduled: Scheduled) -> None:
         """The device did not finish a plan, so its poison may not have been spread either."""
-        plan = scheduled.plan
-        self._unsent_poison = (plan.poison_slots, plan.poison_pages)
+        plan, (slots, pages) = scheduled.plan, self._unsent_poison
+        self._unsent_poison = (slots + plan.poison_slots, pages + plan.poison_pages)
 
     def spare(self, slots: Collection[SlotId], pages: Collection[PageId]) -> None:
         """A transfer writes these from here on: the poison of when they were freed comes too late.
@@ -113,7 +146,9 @@ class Scheduler(Queues):
         self._decode: list[Sequence] = []
         self._decode_rows: list[Row] = []
         self._due: list[int] = []  # decode rows that overwrite a state worth keeping
-        self._verify: list[LiveRow] = []
+        self._verify: list[Sequence] = []
+        self._verify_rows: list[VerifyRow] = []
+        self._due_verify: list[int] = []
         self._seat_loads: list[SeatLoad] = []
         self._page_updates: list[PageUpdate] = []
         self._fan_outs: list[FanOut] = []
@@ -139,11 +174,24 @@ class Scheduler(Queues):
         state_in, state_out = slots
         if state_in is None:
             raise Broken(f"{sequence.name} is live and has no state")
-        drafting.take_pages(self.ledger, sequence, self._num_drafts)
+        drafting.take_pages(self.ledger, sequence, end, self._num_drafts)
         if sequence.pages_sent < len(sequence.pages):
             self._send_pages(sequence)
-        num_drafts = drafting.num_drafts(sequence, self._num_drafts)
-        self._verify.append(LiveRow(sequence, num_drafts, state_in, state_out))
+        start = sequence.folded
+        if self.along.passes(start, end):
+            self._due_verify.append(len(self._verify))
+        self._verify.append(sequence)
+        self._verify_rows.append(
+            VerifyRow(
+                request=sequence.request.spec.request_id,
+                seat=sequence.seat,
+                start=start,
+                pending=end - start - 1,
+                num_drafts=drafting.num_drafts(sequence, end, self._num_drafts),
+                state_in=state_in,
+                state_out=state_out,
+            )
+        )
 
     def _plan_recompute(self, sequence: Sequence) -> None:
         """Generated tokens of a preempted sequence, token by token in one row, under the budget."""
@@ -289,7 +337,7 @@ class Scheduler(Queues):
                 self._fan_outs.append(fan_out(sequence, one))
         for one in sequence.group:
             if self._num_drafts and end == len(sequence.tokens):
-                drafting.take_pages(self.ledger, one, self._num_drafts)
+                drafting.take_pages(self.ledger, one, end, self._num_drafts)
             self._send_pages(one)
 
     def _add_decode(
@@ -297,10 +345,10 @@ class Scheduler(Queues):
     ) -> None:
         start, tokens = sequence.folded, sequence.tokens
         if self._num_drafts and end == len(tokens):
-            drafting.take_pages(self.ledger, sequence, self._num_drafts)
+            drafting.take_pages(self.ledger, sequence, end, self._num_drafts)
         if sequence.pages_sent < len(sequence.pages):
             self._send_pages(sequence)
-        if self.along.is_due(sequence):
+        if self.along.passes(start, start + 1):
             self._due.append(len(self._decode))
         self._decode.append(sequence)
         self._decode_rows.append(
@@ -325,7 +373,8 @@ class Scheduler(Queues):
 
     def _plan_exports(self) -> None:
         plan_exports(self.ledger, self._prefill, self.shared)
-        self.along.plan(self.running, self._decode, self._decode_rows, self._due, self._verify)
+        self.along.plan(self.running, self._decode, self._decode_rows, self._due)
+        self.along.plan_live(self.running, self._verify, self._verify_rows, self._due_verify)
 
     def _freeze(self) -> Scheduled:
         ledger = self.ledger
@@ -338,7 +387,7 @@ class Scheduler(Queues):
             step=self._step,
             prefill=tuple(row.freeze() for row in self._prefill),
             decode=tuple(self._decode_rows),
-            verify=tuple(row.freeze() for row in self._verify),
+            verify=tuple(self._verify_rows),
             seat_loads=tuple(self._seat_loads),
             page_updates=tuple(self._page_updates),
             fan_outs=tuple(self._fan_outs),

@@ -6,9 +6,16 @@ from millpond.engine.ledger import Ledger
 from millpond.engine.scheduler import Scheduler
 from millpond.engine.tiers import Tiers
 from millpond.engine.types import EngineStats
+from millpond.plan.counts import DeviceCounts
 
 
-def snapshot(ledger: Ledger, scheduler: Scheduler, tiers: Tiers | None, live: int) -> EngineStats:
+def snapshot(
+    ledger: Ledger,
+    scheduler: Scheduler,
+    tiers: Tiers | None,
+    live: int,
+    device: DeviceCounts | None,
+) -> EngineStats:
     """Counters and gauges of this moment; `live` requests are not over."""
     counters = ledger.counters
     running = len({id(sequence.request) for sequence in tuple(scheduler.running)})
@@ -43,8 +50,11 @@ def snapshot(ledger: Ledger, scheduler: Scheduler, tiers: Tiers | None, live: in
         holds=dict(counters.holds),
         held_seconds=counters.held_seconds,
         drafts=counters.drafts,
+        steps_ahead=counters.steps_ahead,
+        rows_wasted=counters.rows_wasted,
         draft_tokens=counters.draft_tokens,
         accepted_tokens=counters.accepted_tokens,
         accepted_per_position=tuple(counters.accepted_per_position),
         store=None if tiers is None else tiers.stats(),
+        device=device,
     )

@@ -105,6 +105,11 @@ class DeviceOnly:
         del sequence, match
         return 0
 
+    @property
+    def wants_room(self) -> bool:
+        """Whether a record waits for nothing but the end of a step to be loaded."""
+        return False
+
     def new_epoch(self, namespaces: tuple[str, ...] | None = None) -> None:
         """Nothing older may be found."""
 
@@ -155,6 +160,12 @@ class Tiers(DeviceOnly):
         ledger.on_publish = self.storing.published
 
     # What the engine tells.
+
+    @property
+    def wants_room(self) -> bool:
+        """Whether a record waits for nothing but the end of a step to be loaded."""
+        waiting = any(one.record is not None and not one.loading for one in self._waits.values())
+        return waiting and self._connector.under_way(Get) < self._connector.limits.gets
 
     def asked(self, sequence: Sequence) -> None:
         """A request came: look for more of its prompt than the device has."""

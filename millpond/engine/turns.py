@@ -47,6 +47,11 @@ class Turns:
         """Somebody was let in."""
         self._admitted += 1
 
+    @property
+    def is_due(self) -> bool:
+        """Whether `overdue` may have somebody to name."""
+        return bool(self._due) and self._due[0][0] <= self._admitted
+
     def overdue(self) -> list[Sequence]:
         """Those that go first from here on, by when they came."""
         found = []

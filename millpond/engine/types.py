@@ -5,6 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from millpond.engine.constraint import Constraint, Reasoning
+from millpond.plan.counts import DeviceCounts
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import TokenLogprob
 
@@ -142,5 +143,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     drafts: int = 0  # rows that verified draft tokens
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of them, with what an ending sample had no use for
+    steps_ahead: int = 0  # planned while the step before was in flight
+    rows_wasted: int = 0  # rows of those steps whose sample had ended, or failed, meanwhile
     store: StoreStats | None = None
+    device: DeviceCounts | None = None  # of a device tower that counts
     accepted_per_position: tuple[int, ...] = ()  # rows that accepted the first draft, second ...

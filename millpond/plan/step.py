@@ -277,6 +277,11 @@ class Ended:
         except Exception as error:  # noqa: BLE001 -- raised where the result is asked for
             return cls(error)
 
+    @property
+    def failed(self) -> bool:
+        """Whether the result raises."""
+        return isinstance(self._outcome, Exception)
+
     def result(self) -> StepResult:
         """What the step came to. Raises what it raised."""
         if isinstance(self._outcome, Exception):

@@ -6,13 +6,22 @@ A check looks at a `House` and returns what is wrong, or None. `run` asks all of
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from millpond.errors import Broken
 from millpond.state.checkpoint import page_digest, root_digest
-from millpond.state.lease import IoLease, Lease, PageId, Phase, ProducerLease, ReaderLease, SlotId
+from millpond.state.lease import (
+    IoLease,
+    Lease,
+    PageId,
+    Phase,
+    ProducerLease,
+    ReaderLease,
+    Seat,
+    SlotId,
+)
 from millpond.state.pages import PageHandle, PagePool
 from millpond.state.pool import StatePool
 from millpond.state.prefix import PrefixIndex
@@ -23,12 +32,24 @@ class PlannedRow(Protocol):
     """What a check reads of a planned row."""
 
     @property
+    def seat(self) -> Seat:
+        """Whose it is."""
+
+    @property
     def start(self) -> int:
         """Tokens before the row."""
 
     @property
+    def end(self) -> int:
+        """Tokens after it, at most."""
+
+    @property
     def state_in(self) -> SlotId | None:
         """The slot it starts from."""
+
+    @property
+    def state_out(self) -> SlotId:
+        """The slot it writes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +58,9 @@ class House:
 
     `running` are the states of live requests; `leases` are those that live requests and transfers
     hold besides; `page_runs` are the handles each request or transfer holds a reference on, one
-    run per reference. With `page_runs` None the references are not counted. `rows` are those of a
-    step in flight.
+    run per reference. With `page_runs` None the references are not counted. `flights` are the rows
+    of the steps in flight, in the order of their launch; what those of the seats in `leaving` come
+    to is thrown away.
     """
 
     pool: StatePool
@@ -47,7 +69,8 @@ class House:
     running: Collection[RunningState] = ()
     leases: Collection[Lease] = ()
     page_runs: Collection[Iterable[PageHandle]] | None = None
-    rows: Collection[PlannedRow] = ()
+    flights: Sequence[Collection[PlannedRow]] = ()
+    leaving: Collection[Seat] = ()
     asleep: bool = False
 
 
@@ -91,11 +114,35 @@ def free_means_nobody(house: House) -> str | None:
 
 
 def a_row_starts_where_its_state_ends(house: House) -> str | None:
-    """The first token a row folds is the one its state stops before."""
-    for row in house.rows:
-        end = 0 if row.state_in is None else house.pool.end_of(row.state_in)
-        if row.start != end:
-            return f"a row starts at {row.start}, its state in slot {row.state_in} ends at {end}"
+    """The first token a row folds is the one its state stops before, or is going to."""
+    written: dict[SlotId, PlannedRow] = {}
+    for rows in house.flights:
+        for row in (row for row in rows if row.seat not in house.leaving):
+            before = None if row.state_in is None else written.get(row.state_in)
+            if before is not None:
+                if row.seat != before.seat or not before.start < row.start <= before.end:
+                    return f"a row starts at {row.start}, one in flight ends at {before.end}"
+                continue
+            end = 0 if row.state_in is None else house.pool.end_of(row.state_in)
+            if row.start != end:
+                return (
+                    f"a row starts at {row.start}, its state in slot {row.state_in} ends at {end}"
+                )
+        written = {row.state_out: row for row in rows}
+    return None
+
+
+def what_is_in_flight_is_held(house: House) -> str | None:
+    """Until its step has ended, the slots of a row are neither free nor anybody else's."""
+    owner: dict[SlotId, Seat] = {}
+    held = {lease.slot for state in house.running for lease in state.leases}
+    for row in (row for rows in house.flights for row in rows):
+        if row.state_in is not None and row.state_in not in held:
+            return f"slot {row.state_in} is read in flight, and nobody who runs holds it"
+        if house.pool.phase(row.state_out) is not Phase.OPEN or row.state_out not in held:
+            return f"slot {row.state_out} is written in flight: {house.pool.phase(row.state_out)}"
+        if owner.setdefault(row.state_out, row.seat) != row.seat:
+            return f"slot {row.state_out} is written in flight by two seats"
     return None
 
 
@@ -182,6 +229,7 @@ ALL: tuple[Check, ...] = (
     only_committed_state_is_sealed,
     findable_means_sealed_and_whole,
     a_finished_request_holds_nothing,
+    what_is_in_flight_is_held,
     keys_name_all_that_matters,
     asleep_means_all_free,
 )

@@ -6,6 +6,9 @@ A step is planned, then committed or discarded:
                                   --discard-->  the step failed; an in-place output is lost with it
                                   --cancel-->   the step never ran; everything is as before
 
+While it is in flight one more may be planned with `plan_ahead`: it starts from the output of the
+first. `commit` is of the first, and leaves the other planned; `discard` and `cancel` are of both.
+
 What a planned step reads and writes stays leased until then, whatever else happens meanwhile:
 eviction, another request's exit, or the wish to close this one.
 """
@@ -35,14 +38,16 @@ class RunningState:
     request is the only holder, and to a fresh slot elsewhere. No state is ever copied.
     """
 
-    __slots__ = ("_anchor", "_current", "_exports", "_output", "holder")
+    __slots__ = ("_ahead", "_anchor", "_current", "_exports", "_exports_ahead", "_output", "holder")
 
     def __init__(self, holder: str) -> None:
         self.holder = holder
         self._current: ProducerLease | ReaderLease | None = None
         self._output: ProducerLease | None = None
+        self._ahead: ProducerLease | None = None  # the output of the step after that one
         self._anchor: Exported | None = None  # an earlier state, kept for whoever comes after
         self._exports: list[tuple[int, ProducerLease]] = []
+        self._exports_ahead: list[tuple[int, ProducerLease]] = []
 
     def start(self, lease: ReaderLease | None) -> None:
         """Begin at the state of `lease`, which now belongs here, or at the zero state.
@@ -64,9 +69,21 @@ class RunningState:
         return self._output is not None or bool(self._exports)
 
     @property
+    def is_ahead(self) -> bool:
+        """Whether a second step is planned."""
+        return self._ahead is not None
+
+    @property
     def in_place(self) -> bool:
-        """Whether the planned step writes the slot it reads."""
+        """Whether the step planned last writes the slot it reads."""
+        if self._ahead is not None:
+            return self._ahead is self._output
         return self._output is not None and self._output is self._current
+
+    @property
+    def exports(self) -> tuple[int, ...]:
+        """The ends of the states that planned steps export."""
+        return tuple(end for end, _ in (*self._exports, *self._exports_ahead))
 
     @property
     def slot(self) -> SlotId | None:
@@ -80,11 +97,11 @@ class RunningState:
 
     @property
     def leases(self) -> tuple[ProducerLease | ReaderLease, ...]:
-        """Every lease held: current, output, exports, anchor."""
+        """Every lease held: current, outputs, exports, anchor."""
         held: dict[int, ProducerLease | ReaderLease] = {}
-        exports = (lease for _, lease in self._exports)
+        exports = (lease for _, lease in (*self._exports, *self._exports_ahead))
         anchor = None if self._anchor is None else self._anchor.lease
-        for lease in (self._current, self._output, anchor, *exports):
+        for lease in (self._current, self._output, self._ahead, anchor, *exports):
             if lease is not None:
                 held[id(lease)] = lease
         return tuple(held.values())
@@ -114,20 +131,34 @@ class RunningState:
             self._output = pool.take(self.holder)
         return state_in, self._output.slot
 
+    def plan_ahead(self) -> SlotId:
+        """Plan the step after the one in flight, in place: the slot it reads and writes."""
+        if self._output is None or self._ahead is not None:
+            flying = 0 if self._output is None else 2
+            raise LeaseError(f"{self.holder} plans ahead of {flying} steps in flight")
+        self._ahead = self._output
+        return self._output.slot
+
     def plan_export(self, pool: StatePool, end: int) -> SlotId:
-        """A fresh slot for the state at `end` inside the next step. Raises `Exhausted`."""
-        if any(planned == end for planned, _ in self._exports):
+        """A fresh slot for the state at `end` inside the step planned last. Raises `Exhausted`."""
+        exports = self._exports if self._ahead is None else self._exports_ahead
+        if any(planned == end for planned, _ in exports):
             raise LeaseError(f"{self.holder} exports the state at {end} twice in one step")
         lease = pool.take(self.holder)
-        self._exports.append((end, lease))
+        exports.append((end, lease))
         return lease.slot
 
     def keep_input(self, pool: StatePool) -> SlotId:
-        """Let a step planned in place go to a fresh slot: the state it starts from is kept.
+        """Let the step planned last, in place, go to a fresh slot: what it starts from is kept.
 
-        It becomes the anchor; an older one goes first, and may leave its slot to the step. Raises
+        That becomes the anchor, at once or, where another step has yet to write it, when that one
+        is committed. An older anchor goes first, and may leave its slot to the step. Raises
         `Exhausted`, with the step as it was planned, when no slot is free.
         """
+        if self._ahead is not None and self.in_place:
+            self.drop_anchor(pool)
+            self._ahead = pool.take(self.holder)
+            return self._ahead.slot
         if not self.in_place or not isinstance(self._current, ProducerLease):
             raise LeaseError(f"{self.holder} keeps a state that its next step does not overwrite")
         self.drop_anchor(pool)
@@ -142,19 +173,36 @@ class RunningState:
     def commit(
         self, pool: StatePool, end: int, written: Collection[tuple[SlotId, int]] = frozenset()
     ) -> tuple[Exported, ...]:
-        """The step ran: the output holds `end` tokens and is the current state from here on.
+        """The first step ran: its output holds `end` tokens and is the current state from here on.
 
         `written` is the step's report, (slot, end) pairs. An export in it is sealed and returned,
         shallowest first, for the caller to index; one that is not gives its slot back.
         """
-        if self._output is None:
+        output = self._output
+        if output is None:
             raise LeaseError(f"{self.holder} commits a step that was not planned")
-        if end <= self.end(pool):
-            raise Broken(f"{self.holder} commits end {end}, its state is at {self.end(pool)}")
-        pool.record_end(self._output, end)
-        if self._current is not None and self._current is not self._output:
-            pool.release(self._current)
-        self._current, self._output = self._output, None
+        if self._current is output:
+            pool.record_end(output, end)
+        else:
+            if end <= self.end(pool):
+                raise Broken(f"{self.holder} commits end {end}, its state is at {self.end(pool)}")
+            pool.record_end(output, end)
+            if self._current is not None:
+                pool.release(self._current)
+            self._current = output
+        exported = self._settle_exports(pool, written) if self._exports else ()
+        self._output, self._ahead = self._ahead, None
+        if self._output is not None:
+            self._exports, self._exports_ahead = self._exports_ahead, self._exports
+            if self._output is not output:  # what the other step starts from is kept
+                self.drop_anchor(pool)
+                self._current = pool.seal(output)
+                self._anchor = Exported(end, pool.share(self._current, self.holder))
+        return exported
+
+    def _settle_exports(
+        self, pool: StatePool, written: Collection[tuple[SlotId, int]]
+    ) -> tuple[Exported, ...]:
         exported = []
         for export_end, lease in sorted(self._exports, key=lambda export: export[0]):
             if (lease.slot, export_end) in written:
@@ -166,18 +214,20 @@ class RunningState:
         return tuple(exported)
 
     def discard(self, pool: StatePool) -> None:
-        """The step may have run, in part: nothing it wrote is kept.
+        """The step may have run, in part: nothing it wrote is kept, nor what came after it.
 
         After a step in place the old state is overwritten: the request is back at the zero state
         and must `start` again. Otherwise it still stands where it stood.
         """
-        if self.in_place:
+        if self._output is self._current:
             self._current = None
         self._give_back(pool)
 
     def cancel(self, pool: StatePool) -> None:
         """The step was never given to the device: the current state stands."""
-        if self.in_place:
+        if self._output is self._current:
+            if self._ahead is self._output:
+                self._ahead = None
             self._output = None
         self._give_back(pool)
 
@@ -193,7 +243,10 @@ class RunningState:
         return pool.share(self._sealed(pool, "publish"), holder)
 
     def keep(self, pool: StatePool, exported: Exported) -> None:
-        """An exported state becomes the anchor, in place of an older one."""
+        """An exported state becomes the anchor, in place of an older one; a later one stays."""
+        if self._anchor is not None and self._anchor.end >= exported.end:
+            pool.release(exported.lease)
+            return
         self.drop_anchor(pool)
         self._anchor = exported
 
@@ -247,9 +300,12 @@ class RunningState:
             raise LeaseError(f"{self.holder} cannot {what} while a step is in flight")
 
     def _give_back(self, pool: StatePool) -> None:
+        if self._ahead is not None and self._ahead is not self._output:
+            pool.release(self._ahead)
         if self._output is not None:
             pool.release(self._output)
-            self._output = None
-        for _, lease in self._exports:
+        self._output = self._ahead = None
+        for _, lease in (*self._exports, *self._exports_ahead):
             pool.release(lease)
         self._exports.clear()
+        self._exports_ahead.clear()

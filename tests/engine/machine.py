@@ -125,6 +125,7 @@ class HostTower(RuleBasedStateMachine):
         caching=st.sampled_from([True] * 11 + [False]),
         num_drafts=st.sampled_from([3, 0, 1, 0, 5, 7]),
         along=st.sampled_from([64, 0, 64, 128, 0]),
+        ahead=st.booleans(),
         luck=st.integers(0, 1 << 16),
         first=st.lists(prompts, min_size=1, max_size=3),
         wish=wishes,
@@ -143,6 +144,7 @@ class HostTower(RuleBasedStateMachine):
         caching,
         num_drafts,
         along,
+        ahead,
         luck,
         first,
         wish,
@@ -161,6 +163,7 @@ class HostTower(RuleBasedStateMachine):
             checkpoint_budget=checkpoints,
             num_draft_tokens=num_drafts,
             decode_checkpoint_interval=along,
+            runs_ahead=ahead,
             eos_token_ids=(EOS,),
             **self.numbers,
         )
@@ -168,7 +171,9 @@ class HostTower(RuleBasedStateMachine):
         self.anchor_step = anchor_step(alignment, granularity)
         self.dice = random.Random(luck)
         self.accept = None
+        self.late = 0.5
         self.executor.right = self._right
+        self.executor.is_late = lambda plan: self.dice.random() < self.late
         self.asked: dict[str, Asked] = {}
         self.during: list = []  # to happen while the next forward runs
         self.executor.during = self._interfere
@@ -254,6 +259,10 @@ class HostTower(RuleBasedStateMachine):
     @rule(accept=st.sampled_from([None, None, 0, 1, 7]))
     def draft_well_or_badly(self, accept):
         self.accept = accept
+
+    @rule(late=st.sampled_from([0.0, 0.5, 1.0]))
+    def run_plans_at_once_or_when_asked(self, late):
+        self.late = late
 
     @rule(count=st.integers(1, 4))
     def steps(self, count):
@@ -502,11 +511,12 @@ class LongAnswers(HostTower):
         num_pages=st.sampled_from([40, 20, 11]),
         batch=st.sampled_from([4, 3]),
         num_drafts=st.sampled_from([5, 3, 0]),
+        ahead=st.booleans(),
         luck=st.integers(0, 1 << 16),
         first=st.lists(prompts, min_size=1, max_size=3),
         wish=wishes,
     )
-    def build(self, num_slots, num_pages, batch, num_drafts, luck, first, wish):
+    def build(self, num_slots, num_pages, batch, num_drafts, ahead, luck, first, wish):
         super().build(
             num_slots=num_slots,
             num_pages=num_pages,
@@ -520,6 +530,7 @@ class LongAnswers(HostTower):
             caching=True,
             num_drafts=num_drafts,
             along=64,
+            ahead=ahead,
             luck=luck,
             first=first,
             wish=wish,

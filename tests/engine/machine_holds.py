@@ -53,6 +53,7 @@ class Crowds(HostTower):
             caching=True,
             num_drafts=0,
             along=0,
+            ahead=False,
             luck=0,
             first=(),
             wish={},

@@ -401,8 +401,8 @@ def tokens_after_the_last_are_told(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("pages are there before they are written", in_answers=True)
 def drafts_are_verified_without_pages(patch: pytest.MonkeyPatch) -> None:
-    def faulty(sequence: Sequence, most: int) -> int:
-        return min(most, sequence.request.length_limit - 1 - len(sequence.tokens))
+    def faulty(sequence: Sequence, known: int, most: int) -> int:
+        return max(0, min(most, sequence.request.length_limit - 1 - known))
 
     patch.setattr(drafting, "num_drafts", faulty)
 
@@ -412,9 +412,9 @@ def the_last_page_is_shared_by_two_who_draft(patch: pytest.MonkeyPatch) -> None:
     """Room for drafts is the next page of whoever published it, not one's own."""
     take = drafting.take_pages
 
-    def faulty(ledger: Ledger, sequence: Sequence, most: int) -> None:
+    def faulty(ledger: Ledger, sequence: Sequence, known: int, most: int) -> None:
         before = len(sequence.pages)
-        take(ledger, sequence, most)
+        take(ledger, sequence, known, most)
         other = next(iter(ledger.index.nodes()), None)
         if len(sequence.pages) > before and other is not None:
             ledger.pages.release(sequence.pages[before:])

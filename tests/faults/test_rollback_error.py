@@ -29,9 +29,9 @@ def test_steps_without_drafts_between_steps_that_accept_several(
     asked = drafting.num_drafts
     turns: dict[str, int] = {}
 
-    def on_odd_steps(sequence: Sequence, most: int) -> int:
+    def on_odd_steps(sequence: Sequence, known: int, most: int) -> int:
         turns[sequence.name] = turns.get(sequence.name, 0) + 1
-        return asked(sequence, most) if turns[sequence.name] % 2 else 0
+        return asked(sequence, known, most) if turns[sequence.name] % 2 else 0
 
     monkeypatch.setattr(drafting, "num_drafts", on_odd_steps)
     served = check(family, House(num_drafts=3, settings=ALONG), ASKS, lambda: 2)

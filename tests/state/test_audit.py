@@ -10,7 +10,7 @@ import pytest
 from millpond.errors import Broken
 from millpond.state import audit
 from millpond.state.checkpoint import AnchorKind
-from millpond.state.lease import ProducerLease, SlotId
+from millpond.state.lease import ProducerLease, Seat, SlotId
 from millpond.state.pages import PagePool
 from millpond.state.pool import StatePool
 from millpond.state.prefix import PrefixIndex
@@ -21,8 +21,11 @@ PAGE = 4
 
 @dataclass(frozen=True)
 class Row:
+    seat: Seat
     start: int
+    end: int
     state_in: SlotId | None
+    state_out: SlotId
 
 
 def a_house() -> audit.House:
@@ -39,13 +42,18 @@ def a_house() -> audit.House:
     )
     state.plan_output(pool)
     state.commit(pool, 2 * PAGE + 1)
+    state_in, state_out = state.plan_output(pool)
+    ahead = state.plan_ahead()
     return audit.House(
         pool=pool,
         pages=pages,
         index=index,
         running=[state],
         page_runs=[handles],
-        rows=[Row(2 * PAGE + 1, state.slot), Row(0, None)],
+        flights=[
+            [Row(Seat(0), 2 * PAGE + 1, 2 * PAGE + 3, state_in, state_out)],
+            [Row(Seat(0), 2 * PAGE + 2, 2 * PAGE + 4, ahead, ahead)],
+        ],
     )
 
 
@@ -86,7 +94,29 @@ def break_a_free_page(house: audit.House) -> audit.House:
 
 
 def break_a_row(house: audit.House) -> audit.House:
-    return replace(house, rows=[Row(2 * PAGE, the_request(house).slot)])
+    [[row], rows] = house.flights
+    return replace(house, flights=[[replace(row, start=2 * PAGE)], rows])
+
+
+def break_a_row_ahead(house: audit.House) -> audit.House:
+    [rows, [row]] = house.flights
+    return replace(house, flights=[rows, [replace(row, start=2 * PAGE + 4)]])
+
+
+def break_a_row_of_another(house: audit.House) -> audit.House:
+    [rows, [row]] = house.flights
+    return replace(house, flights=[rows, [replace(row, seat=Seat(1))]])
+
+
+def break_what_a_row_writes(house: audit.House) -> audit.House:
+    [rows, [row]] = house.flights
+    return replace(house, flights=[rows, [replace(row, state_out=house.pool.free_slots()[0])]])
+
+
+def break_what_a_row_reads(house: audit.House) -> audit.House:
+    [[row], _] = house.flights
+    slot = house.pool.free_slots()[0]
+    return replace(house, flights=[[replace(row, start=0, state_in=slot)]])
 
 
 def break_a_sealed_end(house: audit.House) -> audit.House:
@@ -140,6 +170,10 @@ CASES: list[tuple[str, Callable[[audit.House], audit.House]]] = [
     ("free_means_nobody", break_free),
     ("free_means_nobody", break_a_free_page),
     ("a_row_starts_where_its_state_ends", break_a_row),
+    ("a_row_starts_where_its_state_ends", break_a_row_ahead),
+    ("a_row_starts_where_its_state_ends", break_a_row_of_another),
+    ("what_is_in_flight_is_held", break_what_a_row_writes),
+    ("what_is_in_flight_is_held", break_what_a_row_reads),
     ("only_committed_state_is_sealed", break_a_sealed_end),
     ("findable_means_sealed_and_whole", break_a_checkpoint_end),
     ("findable_means_sealed_and_whole", break_a_checkpoint_page),

@@ -157,6 +157,46 @@ def an_export_kept_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @fault
+def a_slot_kept_for_the_step_after_a_failed_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    honest = RunningState._give_back
+
+    def give_back(state: RunningState, pool: StatePool) -> None:
+        state._ahead = None
+        honest(state, pool)
+
+    monkeypatch.setattr(RunningState, "_give_back", give_back)
+
+
+@fault
+def a_state_that_was_to_stay_written_over_by_the_step_ahead(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = RunningState.keep_input
+
+    def keep_input(state: RunningState, pool: StatePool) -> SlotId:
+        before = state._output
+        slot = honest(state, pool)
+        return slot if before is None else before.slot
+
+    monkeypatch.setattr(RunningState, "keep_input", keep_input)
+
+
+@fault
+def a_step_ahead_forgotten_when_the_one_before_is_committed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    honest = RunningState.commit
+
+    def commit(
+        state: RunningState, pool: StatePool, end: int, written: Collection[tuple[SlotId, int]] = ()
+    ) -> tuple[Exported, ...]:
+        state._ahead = None
+        return honest(state, pool, end, written)
+
+    monkeypatch.setattr(RunningState, "commit", commit)
+
+
+@fault
 def a_fan_out_on_one_lease(monkeypatch: pytest.MonkeyPatch) -> None:
     def fan_out(state: RunningState, pool: StatePool, n: int) -> list[RunningState]:
         lease = state._sealed(pool, "fan out")

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from millpond.errors import Broken, Exhausted, LeaseError
-from millpond.state.lease import Phase, ReaderLease
+from millpond.state.lease import Phase, ReaderLease, SlotId
 from millpond.state.pool import StatePool
 from millpond.state.running import RunningState
 
@@ -227,3 +227,100 @@ def test_a_request_does_not_start_from_a_spent_lease() -> None:
     pool.release(lease)
     with pytest.raises(LeaseError):
         RunningState("resumed").start(lease)
+
+
+def test_a_step_planned_ahead_goes_on_in_place_and_is_committed_second() -> None:
+    pool = StatePool(1)
+    state = started(pool, 64)
+    assert state.plan_output(pool) == (0, 0)
+    assert state.plan_ahead() == 0
+    assert (state.is_ahead, state.in_place, len(state.leases)) == (True, True, 1)
+    state.commit(pool, 65)
+    assert (state.is_ahead, state.in_flight, state.in_place) == (False, True, True)
+    with pytest.raises(LeaseError):
+        state.publish(pool)
+    state.commit(pool, 66)
+    assert (state.end(pool), state.in_flight) == (66, False)
+
+
+def test_at_most_two_steps_are_planned_and_the_second_needs_a_first() -> None:
+    pool = StatePool(1)
+    state = started(pool, 64)
+    with pytest.raises(LeaseError):
+        state.plan_ahead()
+    state.plan_output(pool)
+    state.plan_ahead()
+    for attempt in (state.plan_ahead, lambda: state.plan_output(pool)):
+        with pytest.raises(LeaseError):
+            attempt()
+
+
+def test_what_a_step_ahead_starts_from_is_kept_once_it_is_committed() -> None:
+    pool = StatePool(3)
+    state = started(pool, 63)
+    state.plan_output(pool)
+    assert state.plan_ahead() == 0
+    assert state.keep_input(pool) == 1
+    assert state.anchor is None
+    assert pool.phase(SlotId(0)) is Phase.OPEN
+    state.commit(pool, 64)
+    assert state.anchor is not None
+    assert (state.anchor.end, state.anchor.lease.slot, pool.phase(SlotId(0))) == (
+        64,
+        0,
+        Phase.SEALED,
+    )
+    state.commit(pool, 65)
+    assert (state.slot, state.end(pool), pool.holders(SlotId(0))) == (1, 65, ("request",))
+    state.close(pool)
+    assert pool.num_free == 3
+
+
+def test_exports_belong_to_the_step_they_were_planned_for() -> None:
+    pool = StatePool(3)
+    state = started(pool, 60)
+    state.plan_output(pool)
+    unreached = state.plan_export(pool, 64)
+    with pytest.raises(LeaseError):
+        state.plan_export(pool, 64)
+    state.plan_ahead()
+    reached = state.plan_export(pool, 64)
+    assert state.exports == (64, 64)
+    assert state.commit(pool, 62, {(0, 62)}) == ()
+    assert pool.phase(unreached) is Phase.FREE
+    [export] = state.commit(pool, 66, {(0, 66), (reached, 64)})
+    assert (export.end, export.lease.slot) == (64, reached)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+@pytest.mark.parametrize("committed", [False, True])
+def test_a_failure_ends_the_step_ahead_too(keep: bool, committed: bool) -> None:
+    pool = StatePool(4)
+    state = started(pool, 64)
+    state.plan_output(pool)
+    state.plan_ahead()
+    if keep:
+        state.keep_input(pool)
+    state.plan_export(pool, 128)
+    if committed:
+        state.commit(pool, 65)
+    state.discard(pool)
+    stands = keep and committed
+    assert (state.in_flight, state.slot, state.end(pool)) == (
+        False,
+        *((0, 65) if stands else (None, 0)),
+    )
+    state.close(pool)
+    assert pool.num_free == 4
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_two_steps_that_never_ran_leave_the_state_as_it_was(keep: bool) -> None:
+    pool = StatePool(2)
+    state = started(pool, 64)
+    state.plan_output(pool)
+    state.plan_ahead()
+    if keep:
+        state.keep_input(pool)
+    state.cancel(pool)
+    assert (state.slot, state.end(pool), state.in_flight, pool.num_free) == (0, 64, False, 1)

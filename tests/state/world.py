@@ -26,7 +26,7 @@ from hypothesis.stateful import (
 from millpond.errors import Exhausted, LeaseError
 from millpond.state import audit
 from millpond.state.checkpoint import AnchorKind, Checkpoint, prefix_salt
-from millpond.state.lease import IoLease, Lease, ProducerLease, ReaderLease, SlotId
+from millpond.state.lease import IoLease, Lease, ProducerLease, ReaderLease, Seat, SlotId
 from millpond.state.pages import PageHandle, PagePool
 from millpond.state.pool import StatePool
 from millpond.state.prefix import PrefixIndex, PrefixMatch
@@ -44,6 +44,7 @@ T = TypeVar("T")
 class Row:
     """A planned step of one request."""
 
+    seat: Seat
     start: int
     tokens: Tokens
     state_in: SlotId | None
@@ -65,6 +66,7 @@ class Request:
     tokens: Tokens = ()
     pages: list[PageHandle] = field(default_factory=list)
     row: Row | None = None
+    ahead: Row | None = None  # the step after that one
     held: ReaderLease | None = None  # its newest decode checkpoint, not findable yet
     aborted: bool = False
 
@@ -238,8 +240,8 @@ class World(RuleBasedStateMachine):
         self.begin(request)
 
     def settle(self, request: Request) -> None:
-        """A step is over: a request aborted meanwhile goes now."""
-        if request.aborted:
+        """A step is over: a request aborted meanwhile goes now, or after one still in flight."""
+        if request.aborted and request.row is None:
             self.drop_all(request)
             self.requests.remove(request)
 
@@ -247,8 +249,9 @@ class World(RuleBasedStateMachine):
         keep = -(-row.start // PAGE)
         self.pages.release(request.pages[keep:])
         del request.pages[keep:]
-        request.todo = row.tokens + request.todo
-        request.row = None
+        later = () if request.ahead is None else request.ahead.tokens
+        request.todo = row.tokens + later + request.todo
+        request.row = request.ahead = None
 
     def index_it(self, request: Request, end: int, lease: ReaderLease, kind: AnchorKind) -> None:
         self.index.publish(request.tokens, end, request.pages, lease, kind, request.salt)
@@ -296,13 +299,22 @@ class World(RuleBasedStateMachine):
             self.settle(request)
 
     @precondition(some("idle"))
-    @rule(pick=picks, more=few_tokens, fails=st.booleans())
-    def decode(self, pick: int, more: Tokens, fails: bool) -> None:
+    @rule(
+        pick=picks, more=few_tokens, fails=st.booleans(), keep=st.sampled_from([None, False, True])
+    )
+    def decode(self, pick: int, more: Tokens, fails: bool, keep: bool | None) -> None:
+        """Token by token; with `keep` not None, a second step each while the first is in flight."""
         request = self.pick(self.idle, pick)
         for token in more:
             if self.plan_step(request, (token,), 1, export=False):
-                self.commit_step(request, set())
+                if keep is not None:
+                    self.plan_another(request, (token,), keep)
+                while request.row is not None:
+                    self.commit_step(request, set())
+                    self.everybody_reads_their_own_tokens()
         if fails and self.plan_step(request, (0,), 1, export=False):
+            if keep is not None:
+                self.plan_another(request, (1,), keep)
             self.fail_step(request)
 
     def plan_step(self, request: Request, more: Tokens, cut: int, *, export: bool) -> bool:
@@ -325,11 +337,40 @@ class World(RuleBasedStateMachine):
                 slot = request.state.plan_export(self.pool, anchor)
                 exports.append((anchor, slot))
         request.todo = rest
-        request.row = Row(start, tokens, state_in, state_out, tuple(exports))
-        for slot in (state_out, *(slot for _, slot in exports)):
-            if slot != state_in:
-                self.slot_bytes[slot] = TORN
+        seat = Seat(self.requests.index(request))
+        request.row = Row(seat, start, tokens, state_in, state_out, tuple(exports))
+        self.tear(request.row)
         return True
+
+    def tear(self, row: Row) -> None:
+        for slot in (row.state_out, *(slot for _, slot in row.exports)):
+            if slot != row.state_in:
+                self.slot_bytes[slot] = TORN
+
+    @precondition(some("stepping"))
+    @rule(pick=picks, more=few_tokens, keep=st.booleans())
+    def plan_ahead(self, pick: int, more: Tokens, keep: bool) -> None:
+        """Plan another step while one is in flight; the state between them may have to stay."""
+        self.plan_another(self.pick(self.stepping, pick), more, keep)
+
+    def plan_another(self, request: Request, more: Tokens, keep: bool) -> None:
+        row = request.row
+        assert row is not None
+        if request.ahead is not None or request.todo:
+            return
+        fresh = self.take_pages(-(-(row.end + len(more)) // PAGE) - len(request.pages))
+        if fresh is None:
+            return
+        request.pages += fresh
+        slot = out = request.state.plan_ahead()
+        if keep and self.pool.num_free:
+            out = request.state.keep_input(self.pool)
+        exports = []
+        for anchor in range(row.end + 1, row.end + len(more)):
+            if anchor % PAGE == 0 and self.pool.num_free:
+                exports.append((anchor, request.state.plan_export(self.pool, anchor)))
+        request.ahead = Row(row.seat, row.end, more, slot, out, tuple(exports))
+        self.tear(request.ahead)
 
     def commit_step(self, request: Request, unwritten: set[int]) -> None:
         row = request.row
@@ -346,7 +387,7 @@ class World(RuleBasedStateMachine):
                 written.add((slot, end))
         for export in request.state.commit(self.pool, row.end, written):
             self.index_it(request, export.end, export.lease, AnchorKind.LADDER)
-        request.row = None
+        request.row, request.ahead = request.ahead, None
         self.settle(request)
 
     @precondition(some("stepping"))
@@ -358,8 +399,9 @@ class World(RuleBasedStateMachine):
     def fail_step(self, request: Request) -> None:
         row = request.row
         assert row is not None
-        for slot in (row.state_out, *(slot for _, slot in row.exports)):
-            self.slot_bytes[slot] = TORN
+        for one in (row,) if request.ahead is None else (row, request.ahead):
+            for slot in (one.state_out, *(slot for _, slot in one.exports)):
+                self.slot_bytes[slot] = TORN
         request.state.discard(self.pool)
         self.undo(request, row)
         if request.state.end(self.pool) != row.start:
@@ -614,6 +656,10 @@ class World(RuleBasedStateMachine):
         for request in self.requests:
             if request.row is None or request.row.state_in != request.row.state_out:
                 self.reads(request.salt, request.tokens, request.state.slot, request.pages)
+            anchor = request.state.anchor
+            if anchor is not None:
+                kept = (request.salt, request.tokens[: anchor.end])
+                assert self.slot_bytes[anchor.lease.slot] == kept
         for checkpoint in self.index.checkpoints():
             pages, salt, tokens = self.promise(checkpoint)
             assert len(tokens) == checkpoint.end
@@ -635,7 +681,10 @@ class World(RuleBasedStateMachine):
             running=[request.state for request in self.requests],
             leases=[*held, *(transfer.lease for transfer in transfers)],
             page_runs=[*(r.pages for r in self.requests), *(t.pages for t in transfers)],
-            rows=[request.row for request in self.requests if request.row is not None],
+            flights=[
+                [request.row for request in self.requests if request.row is not None],
+                [request.ahead for request in self.requests if request.ahead is not None],
+            ],
             asleep=asleep,
         )
 

@@ -5,6 +5,9 @@ per position, and a seat its table, its pool tail and its history. What was neve
 poisoned, is None, and reading it raises `Violation`, as does every other breach of the rules of a
 `StepPlan`. The "model" is a pure function of (tokens, seed, sample index), computed from what was
 *read*, so any mistake of ownership also shows in the text.
+
+Two plans may be in flight where the capabilities say so: a test decides for each whether it runs
+when it is launched, or as late as possible.
 """
 
 from __future__ import annotations
@@ -100,12 +103,33 @@ class SymbolicSeat:
     entries: list[int] = field(default_factory=list)  # what its pages must hold
     live: bool = False  # drew a token since it was loaded
     pending: int = 0  # accepted drafts that no state has yet
+    broken: bool = False  # its state was not written: what comes of it is nonsense
     drafts: tuple[int, ...] = ()
 
     @property
     def guess(self) -> int:
         """What drafts leave on a page where nothing is certain yet."""
         return -1 - self.load.seat
+
+
+@dataclass(eq=False)
+class SymbolicFlight:
+    """A plan that was launched."""
+
+    executor: SymbolicExecutor
+    plan: StepPlan
+    is_ahead: bool  # launched while another was in flight
+    outcome: Ended | None = None
+
+    def result(self) -> StepResult:
+        """Let time pass until it has ended."""
+        flights = self.executor.flights
+        _require(flights[:1] == [self], "results are asked for out of order")
+        outcome = self.executor.land(self)
+        flights.remove(self)
+        if outcome.failed:
+            self.executor.wreck()
+        return outcome.result()
 
 
 @dataclass
@@ -121,6 +145,8 @@ class SymbolicExecutor:
     finite: Callable[[Row | VerifyRow], bool] = lambda row: True
     right: Callable[[], int] = lambda: 0  # how many of the next drafts will be accepted
     any_form: bool = False  # prompts may start from what was folded token by token
+    is_late: Callable[[StepPlan], bool] = lambda plan: False  # runs when its result is asked for
+    flights: list[SymbolicFlight] = field(default_factory=list)  # results not asked for yet
     plans: list[StepPlan] = field(default_factory=list)
     closed: bool = False
     violation: Violation | None = None
@@ -130,12 +156,41 @@ class SymbolicExecutor:
         self.slots: list[State | None] = [None] * caps.num_slots
         self.pages: list[list[int | None]] = [[None] * PAGE_SIZE for _ in range(caps.num_pages)]
         self.seats: dict[int, SymbolicSeat] = {}
+        self._is_ahead = False  # the plan that runs
 
     def close(self) -> None:
         self.closed = True
 
     def launch(self, plan: StepPlan) -> Launched:
-        return Ended.inline(self.run, plan)
+        """Run a plan now, or later."""
+        flight = SymbolicFlight(self, plan, is_ahead=bool(self.flights))
+        self.flights.append(flight)
+        try:
+            self._check_flights(plan)
+        except Violation as violation:
+            self.violation = violation
+            flight.outcome = Ended(violation)
+        if not self.is_late(plan):
+            self.land(flight)
+        return flight
+
+    def land(self, last: SymbolicFlight) -> Ended:
+        """Run what was launched, in order, up to `last`."""
+        for flight in self.flights[: self.flights.index(last) + 1]:
+            if flight.outcome is None:
+                self._is_ahead = flight.is_ahead
+                flight.outcome = Ended.inline(self.run, flight.plan)
+            if flight.outcome.failed:
+                self.wreck()
+        assert last.outcome is not None
+        return last.outcome
+
+    def wreck(self) -> None:
+        """A step failed: so does what was launched after it."""
+        for flight in self.flights:
+            if flight.outcome is None:
+                self._break(flight.plan)
+                flight.outcome = Ended(StepFailed("the step before failed"))
 
     def run(self, plan: StepPlan) -> StepResult:
         """Run a plan; a `Violation` is kept, since an engine swallows what its device raises."""
@@ -191,6 +246,21 @@ class SymbolicExecutor:
         return [page_entry(tokens, position) for position in range(first, first + PAGE_SIZE)]
 
     # The rules of a plan that need no content.
+
+    def _check_flights(self, plan: StepPlan) -> None:
+        others = [flight.plan for flight in self.flights[:-1]]
+        _require(
+            len(others) <= self.capabilities.runs_ahead, f"{len(others) + 1} steps are in flight"
+        )
+        for other in others:
+            _require(not other.prefill + other.decode, "ahead of what is not live")
+            _require(not plan.prefill + plan.decode, "a known row ahead of its time")
+            rows = other.prefill + other.decode + other.verify
+            touched = {slot for row in rows for slot in (row.state_in, row.state_out)}
+            touched.update(export.slot for row in rows for export in _exports(row))
+            _require(not touched & {*plan.poison_slots}, "a slot is poisoned that is in flight")
+            pages = {page for row in rows for page in self.seats[row.seat].table}
+            _require(not pages & {*plan.poison_pages}, "a page is poisoned that is in flight")
 
     def _check_plan(self, plan: StepPlan) -> None:
         rows = plan.prefill + plan.decode + plan.verify
@@ -292,13 +362,17 @@ class SymbolicExecutor:
         return seat, state
 
     def _write_slots(self, row: Row | VerifyRow, after: State, written: list[Written]) -> None:
-        targets = [(row.state_out, row.end), *((e.slot, e.end) for e in _exports(row))]
+        targets = [(row.state_out, len(after)), *((e.slot, e.end) for e in _exports(row))]
         for slot, end in targets:
             fresh = slot != row.state_in
             _require(not fresh or self.slots[slot] is None, f"slot {slot} is written, but not free")
+            if end > len(after):
+                continue  # not reached
             if self.writes(slot, end):
                 self.slots[slot] = after[:end]
                 written.append(Written(slot, end))
+            elif slot == row.state_out:
+                self.seats[row.seat].broken = True
 
     # Drafts.
 
@@ -310,13 +384,21 @@ class SymbolicExecutor:
         emitted: list[Emitted],
         verified: list[Verified],
     ) -> None:
+        if self._is_ahead and self.seats[row.seat].broken:
+            self.slots[row.state_out] = (VOCAB + 1,)
+            emitted.append(Emitted(seat=row.seat, token=0))
+            verified.append(Verified(row.seat, 0, 0))
+            return
         seat, state = self._begin(row, before)
         known, most = seat.history, self.capabilities.num_draft_tokens
         _require(most > 0 or self.capabilities.runs_ahead, "a verify row where nobody drafts")
         _require(seat.live, f"{row.request} verifies before it drew a token in its seat")
         _require(row.start >= seat.load.prompt_len, "prompt tokens are folded in a verify row")
-        _require(row.pending == seat.pending, f"{row.request}: {row.pending} drafts are not folded")
-        _require(row.end == len(known), f"{row.request} ends at {row.end} of {len(known)}")
+        bound, pending = row.pending, seat.pending
+        right = pending <= bound if self._is_ahead else pending == bound
+        _require(right, f"{row.request}: {pending} drafts are not folded, {bound} told")
+        end = row.start + pending + 1
+        _require(end == len(known), f"{row.request} ends at {end} of {len(known)}")
         _require(0 <= row.num_drafts <= most, f"{row.num_drafts} drafts of {most}")
         if row.export is not None:
             _require(self.mode != "off", "an export in mode off")
@@ -343,8 +425,10 @@ class SymbolicExecutor:
 
     def _write_verified(self, row: VerifyRow, seat: SymbolicSeat, sure: list[int]) -> None:
         """Writes the certain token and all drafts; what was rejected leaves guesses."""
-        first, end = row.end - 1, row.end + row.num_drafts
-        _require(end <= len(seat.table) * PAGE_SIZE, f"{row.request} has no page for its drafts")
+        first = len(seat.history) - 1
+        end = first + 1 + row.num_drafts
+        room = len(seat.table) * PAGE_SIZE
+        _require(row.end + row.num_drafts <= room, f"{row.request} has no page for its drafts")
         right = seat.entries
         right += [page_entry(sure, position) for position in range(len(right), len(sure))]
         have = [self._entry(seat, position) for position in range(end)]

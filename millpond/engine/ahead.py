@@ -1,0 +1,110 @@
+"""Planning one step ahead: the next rows of live sequences, while the tokens before them are drawn.
+
+A live row needs nothing of the step in flight: its tokens are on the device, the host knows bounds.
+With the step before it in flight,
+
+    its state starts at      `end`, where the row in flight ends: exact
+    tokens known by then     `end + 1 .. end + 1 + drafts of the row in flight`
+    it folds up to           as many, and drafts from there: pages are taken for the most
+    it reads and writes      the slot the row in flight writes; a fresh one if that state is to stay
+
+A step is planned ahead when every line holds, else the step in flight is waited for:
+
+    the step in flight has live rows only    what draws a first token may fan out, or be published
+    everybody who runs has a row in it       others are short of something, or wait for a mask
+    nobody who waits could be let in         admission, preemption and order: with nothing in flight
+    no record waits to be loaded             a transfer writes slots beside the order of steps
+    every row is plain                       no guide: a mask needs the token before; nor what makes
+                                             the device wait (penalties, bias, logprobs, min_tokens)
+    the pages are there, or evictable        nobody is pushed out
+    somebody has a token left to draw        a sequence whose last token is under way gets no row
+
+What it does not know is who ends: by a stop token, an abort, an error, damaged logits. A sequence
+that ends when the first of two steps is committed *leaves*: its streams hear of it at once, its
+leases and seat stay until the second step has ended, and what that row came to is thrown away. So
+its last state is not published, for it is being written over; if it was worth keeping, the row went
+to a fresh slot, and its input became the sequence's anchor when it was committed.
+
+Steps are committed in the order in which they were launched. When one fails, so does the one after
+it, whatever the device says of that.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from millpond.engine import drafting
+from millpond.engine.planned import Scheduled
+from millpond.engine.request import Sequence
+from millpond.engine.scheduler import Scheduler
+from millpond.plan.step import PAGE_SIZE, Capabilities, Launched, VerifyRow
+
+
+class Flight(NamedTuple):
+    """A step that was launched, and when, in seconds of the engine's clock."""
+
+    scheduled: Scheduled
+    launched: Launched
+    began: float
+
+
+class Ahead:
+    """Plans the step after one that is in flight. Admits nobody, pushes out nobody."""
+
+    def __init__(self, scheduler: Scheduler, capabilities: Capabilities) -> None:
+        self._scheduler = scheduler
+        self._num_drafts = capabilities.num_draft_tokens
+        self._runs_ahead = capabilities.runs_ahead
+
+    def plan(self, before: Scheduled) -> Scheduled | None:
+        """The step after `before`, which is in flight and alone; None: wait for that one first."""
+        flying = before.plan
+        if not self._runs_ahead or flying.prefill or flying.decode:
+            return None
+        scheduler, ledger = self._scheduler, self._scheduler.ledger
+        if not scheduler.is_settled or scheduler.tiers.wants_room:
+            return None
+        bounds: list[int] = []  # of the tokens known once the step in flight is over, from above
+        staying = 0
+        for sequence, row in zip(before.verify, flying.verify, strict=True):
+            if sequence.is_leaving:
+                bounds.append(0)
+                continue
+            if not sequence.is_plain or sequence.guide is not None:
+                return None
+            staying += 1
+            known = len(sequence.tokens) + 1
+            if known >= sequence.request.length_limit:
+                bounds.append(0)
+                continue
+            known += row.num_drafts
+            drafting.take_pages(ledger, sequence, known, self._num_drafts)
+            if known > len(sequence.pages) * PAGE_SIZE:
+                return None
+            bounds.append(known)
+        if staying < len(scheduler.running) or not any(bounds):
+            return None
+        sequences: list[Sequence] = []
+        rows: list[VerifyRow] = []
+        due: list[int] = []
+        for sequence, row, known in zip(before.verify, flying.verify, bounds, strict=True):
+            if not known:
+                continue
+            start = len(sequence.tokens)
+            slot = sequence.state.plan_ahead()
+            if scheduler.along.passes(start, known):
+                due.append(len(rows))
+            sequences.append(sequence)
+            rows.append(
+                VerifyRow(
+                    request=row.request,
+                    seat=row.seat,
+                    start=start,
+                    pending=known - start - 1,
+                    num_drafts=drafting.num_drafts(sequence, known, self._num_drafts),
+                    state_in=slot,
+                    state_out=slot,
+                )
+            )
+        ledger.counters.steps_ahead += 1
+        return scheduler.schedule_live(sequences, rows, due)
