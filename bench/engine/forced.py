@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 
 from millpond.models.base import Model
-from millpond.runtime.propose import Live, Proposer
+from millpond.runtime.propose import DraftModel, Live
 
 LOUDER = 1e4
 """Layers of random weights add values of about one; a row of the embedding is one as a whole."""
@@ -27,15 +27,15 @@ def repeat_newest(model: Model) -> None:
         embedding.head.copy_(embedding.table)
 
 
-class Forced:
-    """Satisfies `Proposer`: asks the draft layer, and says something else.
+class Forced(DraftModel):
+    """Runs the draft layer, and says something else.
 
     A draft is right with the given chance, by its seat and position alone; `chance` is read on the
-    device, so that a captured step follows it when it is set anew.
+    device, so that a recorded step follows it when it is set anew.
     """
 
-    def __init__(self, inner: Proposer, vocab: int, device: torch.device) -> None:
-        self._inner = inner
+    def __init__(self, inner: DraftModel, vocab: int, device: torch.device) -> None:
+        super().__init__(inner._model, inner._arenas, inner._staging, inner._seats)
         self._vocab = vocab
         self._chance = torch.ones((), dtype=torch.float32, device=device)
 
@@ -45,7 +45,13 @@ class Forced:
 
     def propose(self, live: Live) -> torch.Tensor:
         """Token ids [n, K] int64."""
-        drafts = self._inner.propose(live)
+        return self._said(live, super().propose(live))
+
+    def propose_plain(self, live: Live) -> torch.Tensor:
+        """As `propose`, of seats that the host need not name."""
+        return self._said(live, super().propose_plain(live))
+
+    def _said(self, live: Live, drafts: torch.Tensor) -> torch.Tensor:
         place = torch.arange(drafts.shape[1], device=drafts.device)
         position = live.position[:, None] + place
         mixed = (position * 7919 + live.seat[:, None] * 104729 + 12345) * 1103515245

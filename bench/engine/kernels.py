@@ -46,6 +46,10 @@ class KernelProfile:
             self._began = time.perf_counter()
             self._windows[0] = (step, self._windows[0][1])
 
+    def finish(self, step: int) -> None:
+        """The run has ended before its step `step`."""
+        self._stop(step)
+
     def _stop(self, step: int) -> None:
         watching, self._profile = self._profile, None
         if watching is None:
@@ -59,7 +63,8 @@ class KernelProfile:
             for e in watching.events()
             if e.device_type == torch.autograd.DeviceType.CUDA
         ]
-        self.found.append(summary(events, first, step - first, seconds))
+        if step > first:
+            self.found.append(summary(events, first, step - first, seconds))
 
 
 def summary(events: Sequence[Busy], first: int, steps: int, seconds: float) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from millpond.engine.loop import Engine, EngineSettings
 from millpond.engine.outbox import Sink
 from millpond.executor.uni import UniExecutor
 from millpond.models.base import describe
+from millpond.runtime.propose import DraftModel
 from millpond.runtime.worker import Worker, choose_device, choose_dtype, load
 
 RESERVE = 14 << 30
@@ -100,7 +101,7 @@ def build(
     proposer = None
     if forced:
         repeat_newest(worker.runner.model)
-        if worker.runner.proposer is not None:
+        if isinstance(worker.runner.proposer, DraftModel):
             vocab = worker.capabilities.vocab_size
             proposer = worker.runner.proposer = Forced(worker.runner.proposer, vocab, place)
     worker.warm_up()

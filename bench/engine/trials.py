@@ -108,7 +108,7 @@ class Trials:
     def kernels(self, tower: Tower, one: Variant, steps: int) -> None:
         """A repetition whose kernels are watched, early and late in its `steps`, and recorded."""
         watching = KernelProfile([(steps // 6, 6), (steps * 2 // 3, 20)])
-        measure(tower, one, 7, self.limit, watching)
+        watching.finish(measure(tower, one, 7, self.limit, watching).log.steps)
         for found in watching.found:
             self.lines.add("kernels", workload=one.workload, variant=one.name, **found)
             costliest = "; ".join(
