@@ -137,6 +137,7 @@ def head_shape(
         "BY_CHANNEL": by_channel,
         "BOUNDED": gate.lower_bound is not None,
         "ALIGNED": aligned(*vectors, *((decay,) if by_channel else ())) and k_dim % 16 == 0,
+        "FULL": power_of_two(k_dim) == k_dim and v_dim % values == 0,
         # Fewer elements than the threads can hold: some are held by several.
         "DOUBLED": power_of_two(k_dim) * values < 128 * choice.warps,
         "EPS": NORM_EPS,
@@ -233,17 +234,26 @@ def state_places(head, keys, values, K: tl.constexpr, V: tl.constexpr):
 
 
 @triton.jit
-def load_state(bank, slot, head, keys, values, stride, K: tl.constexpr, V: tl.constexpr):
+def load_state(
+    bank, slot, head, keys, values, stride, K: tl.constexpr, V: tl.constexpr, FULL: tl.constexpr
+):
     """One head's rows `values` of a slot [SPANS, BV, SPAN] fp32; zero where there is no slot."""
     at = bank + tl.maximum(slot, 0) * stride + state_places(head, keys, values, K, V)
-    inside = (values < tl.where(slot >= 0, V, 0))[None, :, None] & (keys < K)[:, None, :]
-    return tl.load(at, mask=inside, other=0.0)
+    if FULL:
+        if slot >= 0:
+            s = tl.load(at)
+        else:
+            s = tl.zeros([keys.shape[0], values.shape[0], keys.shape[1]], tl.float32)
+    else:
+        inside = (values < tl.where(slot >= 0, V, 0))[None, :, None] & (keys < K)[:, None, :]
+        s = tl.load(at, mask=inside, other=0.0)
+    return s
 
 
 @triton.jit
 def store_state(
     bank, slot, s, head, keys, values, stride, K: tl.constexpr, V: tl.constexpr,
-    DOUBLED: tl.constexpr,
+    FULL: tl.constexpr, DOUBLED: tl.constexpr,
 ):  # fmt: skip
     """s [SPANS, BV, SPAN] into one head's rows of a slot, unless there is none.
 
@@ -253,8 +263,12 @@ def store_state(
     if DOUBLED:
         tl.debug_barrier()
     at = bank + tl.maximum(slot, 0) * stride + state_places(head, keys, values, K, V)
-    inside = (values < tl.where(slot >= 0, V, 0))[None, :, None] & (keys < K)[:, None, :]
-    tl.store(at, s, mask=inside)
+    if FULL:
+        if slot >= 0:
+            tl.store(at, s)
+    else:
+        inside = (values < tl.where(slot >= 0, V, 0))[None, :, None] & (keys < K)[:, None, :]
+        tl.store(at, s, mask=inside)
 
 
 @triton.jit
@@ -276,8 +290,8 @@ def _decode(
     q_stride, k_stride, v_stride, decay_stride, beta_stride, bank_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     SPANS: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, DOUBLED: tl.constexpr,
-    EPS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
+    DOUBLED: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """One row and head, BV value channels."""
     head = tl.program_id(1)
@@ -289,9 +303,8 @@ def _decode(
     rate, bias = load_gate(a_log, dt_bias, head, keys, K, BY_CHANNEL)
     begin = tl.load(cu_seqlens + row).to(tl.int64)
     length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
-    s = load_state(
-        bank, tl.load(state_in + row).to(tl.int64), head, keys, values, bank_stride, K, V
-    )
+    slot = tl.load(state_in + row).to(tl.int64)
+    s = load_state(bank, slot, head, keys, values, bank_stride, K, V, FULL)
     key_head = head // (H // HK)
     of_decay = head * K if BY_CHANNEL else head
     for step in range(length):
@@ -311,9 +324,9 @@ def _decode(
             offset = tl.load(export_offset + e).to(tl.int64)
             if (tl.load(export_row + e) == row) & (offset == step + 1):
                 to = tl.load(export_slot + e).to(tl.int64)
-                store_state(bank, to, s, head, keys, values, bank_stride, K, V, DOUBLED)
+                store_state(bank, to, s, head, keys, values, bank_stride, K, V, FULL, DOUBLED)
     to = tl.load(state_out + row).to(tl.int64)
-    store_state(bank, to, s, head, keys, values, bank_stride, K, V, DOUBLED)
+    store_state(bank, to, s, head, keys, values, bank_stride, K, V, FULL, DOUBLED)
     told(report, row, of, to, length, True, first)
     for e in range(num_exports):
         if tl.load(export_row + e) == row:
@@ -340,8 +353,8 @@ def _verify(
     MOST: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
     SPANS: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr,
-    BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, DOUBLED: tl.constexpr,
-    EPS: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
+    DOUBLED: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """One verify row and head, BV value channels: replay, the certain token, one write, drafts.
 
@@ -354,6 +367,7 @@ def _verify(
     keys = key_places(SPANS, SPAN)
     values = tl.program_id(0) * BV + tl.arange(0, BV)
     seat = tl.load(seats + row).to(tl.int64)
+    slot = tl.load(state_in + row).to(tl.int64)
     to = tl.load(state_out + row).to(tl.int64)
     export = tl.load(export_slot + row).to(tl.int64)
     passed = tl.load(export_end + row).to(tl.int64) - tl.load(base + row).to(tl.int64)
@@ -370,9 +384,7 @@ def _verify(
         per_token = H * K if BY_CHANNEL else H
         ring_d = ring_decay + seat * ring_decay_stride + of_decay
         ring_b = ring_beta + seat * ring_beta_stride + head
-        s = load_state(
-            bank, tl.load(state_in + row).to(tl.int64), head, keys, values, bank_stride, K, V
-        )
+        s = load_state(bank, slot, head, keys, values, bank_stride, K, V, FULL)
         for own in range(-replayed.to(tl.int32), drafts + 1):
             if own < 0:
                 entry = replayed + own
@@ -400,11 +412,12 @@ def _verify(
                 read = read_decayed(s, qn, keep, BY_CHANNEL) + error * over_keys(kn * qn)
                 out = o + (at * H + head) * V + values
                 tl.store(out, rounded(read, o.dtype.element_ty), mask=values < V)
-            s = advance(s, error, kn, keep, BY_CHANNEL)
+            if (own < drafts) | (own == 0):  # nobody looks at what the last draft leaves
+                s = advance(s, error, kn, keep, BY_CHANNEL)
             if own == 0:
-                store_state(bank, to, s, head, keys, values, bank_stride, K, V, DOUBLED)
+                store_state(bank, to, s, head, keys, values, bank_stride, K, V, FULL, DOUBLED)
             if (own <= 0) & (passed == replayed + own + 1):
-                store_state(bank, export, s, head, keys, values, bank_stride, K, V, DOUBLED)
+                store_state(bank, export, s, head, keys, values, bank_stride, K, V, FULL, DOUBLED)
             if (own > 0) & (tl.program_id(0) == 0):
                 if BY_CHANNEL:
                     _leave(ring_d, (left + own - 1) * per_token, at_decay, K, SPANS * SPAN)

@@ -21,12 +21,14 @@ CHANNELS, WIDTH = 150, 4  # two blocks of channels, the second with a tail
 DTYPES = [torch.float32, torch.bfloat16]
 
 
-def inputs(tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def inputs(
+    tokens: int, dtype: torch.dtype, width: int = WIDTH
+) -> tuple[torch.Tensor, torch.Tensor]:
     """x, a view of wider rows as the projections give it, and the weight."""
     made = torch.Generator().manual_seed(tokens)
     wide = torch.full((tokens, CHANNELS + 30), NAN, dtype=dtype)
     wide[:, :CHANNELS] = torch.randn(tokens, CHANNELS, generator=made).to(dtype)
-    return wide[:, :CHANNELS], torch.randn(CHANNELS, WIDTH, generator=made)
+    return wide[:, :CHANNELS], torch.randn(CHANNELS, width, generator=made)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
@@ -89,3 +91,40 @@ def test_verify_rows_fold_what_is_pending_and_leave_their_drafts(
         left = (r[int(rows.seats[row]), bank_of_ring, :count] for r in rings)
         assert equal_bytes(*left)
     assert equal_bytes(rings[1][most + 1 :], ring[most + 1 :])
+
+
+@pytest.mark.parametrize("width", [2, 3])
+def test_a_narrower_convolution_is_one_with_taps_of_zero(width: int, device: torch.device) -> None:
+    for op in ("conv_prefill", "conv_decode"):
+        x, weight = inputs(8, torch.float32, width)
+        bank = strided_bank(8, (CHANNELS, width - 1))
+        bank[[5, 6]] = NAN
+        banks = [bank_copy(bank) for _ in "ab"]
+        rows = make_rows([1, 2, 5], [3, -1, 4], [3, 5, -1], [(0, 1, 6), (2, 4, 7)])
+        other = replace(rows, written=WriteLog())
+        expected = getattr(reference, op)(x, weight, bank=banks[0], rows=rows)
+        found = run(op, device, x, weight, bank=banks[1], rows=other)
+        torch.testing.assert_close(found, expected, **within("conv", torch.float32))
+        assert equal_bytes(banks[1], banks[0])
+        assert other.written.agreed() == rows.written.agreed()
+    rows = verify_case(1)
+    x, weight = inputs(rows.num_tokens, torch.float32, width)
+    made = []
+    for op in (conv_verify, None):
+        bank = strided_bank(25, (CHANNELS, width - 1))
+        ring = strided_bank(4, (2, 1, CHANNELS))
+        named = dict(bank=bank, ring=ring, rows=replace(rows, written=WriteLog()))
+        if op is None:
+            _, y = run("conv_verify", device, x, weight, **named)
+        else:
+            _, y = op(x, weight, **named)
+        made.append((y[rows.filled.flatten()], bank))
+    torch.testing.assert_close(made[1][0], made[0][0], **within("conv", torch.float32))
+    assert equal_bytes(made[1][1], made[0][1])
+
+
+def test_a_wider_convolution_than_there_are_kernels_for_is_refused(device: torch.device) -> None:
+    x, weight = inputs(1, torch.float32, 5)
+    with pytest.raises(ValueError, match="over 5 tokens: the kernels go up to 4"):
+        run("conv_decode", device, x, weight, bank=strided_bank(1, (CHANNELS, 4)),
+            rows=make_rows([1]))  # fmt: skip

@@ -21,16 +21,21 @@ DTYPES = [torch.float32, torch.bfloat16]
 
 
 class Layer:
-    """Random inputs of one layer; sizes are no powers of two, and q, k, v views of wider rows."""
+    """Random inputs of one layer; q, k, v are views of wider rows.
+
+    Sizes are no powers of two, but for the last kind: its tiles are full, and need no mask.
+    """
 
     def __init__(
         self, kind: str, tokens: int, dtype: torch.dtype, key_heads: int | None = None
     ) -> None:
         self.made = torch.Generator().manual_seed(tokens)
         self.dtype = dtype
-        self.key_heads, self.heads, self.k_dim, self.v_dim = (
-            (1, 2, 16, 40) if kind == "gdn" else (2, 2, 24, 16)
-        )
+        self.key_heads, self.heads, self.k_dim, self.v_dim = {
+            "gdn": (1, 2, 16, 40),
+            "kda": (2, 2, 24, 16),
+            "kda_softplus": (2, 2, 32, 16),
+        }[kind]
         if key_heads is not None:
             self.heads, self.key_heads = key_heads * self.heads // self.key_heads, key_heads
         self.decay_shape = (self.heads,) if kind == "gdn" else (self.heads, self.k_dim)
