@@ -5,17 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
+from unittest import mock
 
+import msgspec
+import numpy as np
 import pytest
 import torch
 
+from millpond.errors import Broken, StepFailed
 from millpond.plan.sampling import SamplingParams
-from millpond.plan.step import StepPlan, StepResult
+from millpond.plan.step import SeatMask, StepPlan, StepResult, VerifyRow, Written
 from millpond.runtime.graphs import CallAgain
+from millpond.runtime.propose import Live
 from millpond.runtime.runner import ModelRunner
+from millpond.state.lease import Seat, SlotId
 from tests.exactness.drafting import DraftDriver
 from tests.exactness.driver import Run
-from tests.exactness.families import FAMILIES, executor
+from tests.exactness.families import FAMILIES, VOCAB, executor
 from tests.exactness.prompts import BASE, OTHER
 from tests.support.recording import Truth
 
@@ -41,13 +47,18 @@ def prompt(index: int) -> tuple[int, ...]:
 
 
 @cache
-def text(family: str, index: int, params: SamplingParams | None = None) -> tuple[int, ...]:
-    """All tokens of the sequence, as plain steps without drafts make them."""
-    driver = DraftDriver(executor(family, Truth(), "alone", num_slots=4, num_pages=6, num_seats=1))
-    run = driver.start(prompt(index), params or DRAWS[index])
-    driver.step([(run, len(run.prompt), ())])
-    driver.decode([run], 60)
-    return tuple(run.tokens)
+def texts(family: str, special: SamplingParams | None = None) -> list[tuple[int, ...]]:
+    """All tokens of every sequence, as plain steps without drafts make them.
+
+    `special`: of sequence 1 alone, if it draws so.
+    """
+    sizes = {"num_slots": SEATS, "num_pages": 4 * SEATS, "num_seats": SEATS}
+    driver = DraftDriver(executor(family, Truth(), "alone", **sizes))
+    wanted = dict(enumerate(DRAWS)) if special is None else {1: special}
+    runs = [driver.start(prompt(index), params) for index, params in wanted.items()]
+    driver.step((run, len(run.prompt), ()) for run in runs)
+    driver.decode(runs, 56 if special is None else 20)
+    return [tuple(run.tokens) for run in runs]
 
 
 class Twins:
@@ -103,29 +114,27 @@ class Twins:
 
     def _plant(self, driver: DraftDriver, run: Run, right: int) -> None:
         """Overwrite waiting drafts by what is going to be drawn."""
-        whole = next(t for t in self.texts if t[: len(run.tokens)] == tuple(run.tokens))
+        if not right:
+            return
+        whole = next(t for t in texts(self.family) if t[: len(run.tokens)] == tuple(run.tokens))
         coming = torch.tensor(whole[len(run.tokens) :][:right], dtype=torch.int64)
         driver.executor.worker.runner.staging.counters._table[5 : 5 + right, run.seat] = coming
 
-    @property
-    def texts(self) -> list[tuple[int, ...]]:
-        """Of all sequences that draw as `DRAWS` says."""
-        return [text(self.family, index) for index in range(SEATS)]
-
 
 class Noting:
-    """An executor that keeps what it answered."""
+    """An executor that keeps what it answered; `extra` is added to every plan."""
 
     def __init__(self, inner: Any, results: list[StepResult]) -> None:
         self.inner = inner
         self.results = results
+        self.extra: dict[str, Any] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
 
     def launch(self, plan: StepPlan) -> Any:
         """Run a plan, and ask for its result."""
-        launched = self.inner.launch(plan)
+        launched = self.inner.launch(msgspec.structs.replace(plan, **self.extra))
         self.results.append(launched.result())
         return launched
 
@@ -160,4 +169,232 @@ def test_recorded_steps_leave_and_report_what_single_ones_do(family: str, num_dr
     assert {len(run.pages) for run, _ in pairs} >= {2, 3}
     assert any(accepted for _, accepted in twins.recorded.counts) == (num_drafts > 0)
     for index, (run, _) in enumerate(pairs):
-        assert tuple(run.tokens) == text(family, index)[: len(run.tokens)]
+        assert tuple(run.tokens) == texts(family)[index][: len(run.tokens)]
+
+
+SPECIAL = {
+    "penalties": {"temperature": 0.9, "frequency_penalty": 0.7, "repetition_penalty": 1.2},
+    "bias": {"temperature": 0.0, "logit_bias": ((5, 2.0), (9, -3.0))},
+    "logprobs": {"temperature": 1.0, "logprobs": 3},
+    "min_tokens": {"temperature": 1.0, "min_tokens": 70, "stop_token_ids": (4, 5, 6)},
+}
+
+
+@pytest.mark.parametrize(
+    "family, what",
+    [("glm", "penalties"), ("qwen", "bias"), ("glm", "logprobs"), ("qwen", "min_tokens")],
+)
+def test_rows_that_ask_for_more_repeat_the_forward_and_draw_by_themselves(
+    family: str, what: str
+) -> None:
+    twins = Twins(family, 2)
+    params = SamplingParams(max_tokens=80, seed=5, **SPECIAL[what])
+    pairs = [twins.begin(0), twins.begin(1, params), twins.begin(2)]
+    twins.verify([pairs[0], pairs[2]], right=2)
+    assert twins.runner.num_replays == 2
+    for _ in range(3):
+        twins.verify(pairs[1:2])
+        twins.verify(pairs)
+    assert twins.runner.num_replays == 2 + 6
+    (whole,) = texts(family, params)
+    assert tuple(pairs[1][0].tokens) == whole[: len(pairs[1][0].tokens)]
+
+
+def test_a_row_past_its_min_tokens_asks_for_no_more() -> None:
+    twins = Twins("qwen", 0)
+    pair = twins.begin(0, SamplingParams(max_tokens=80, min_tokens=4, temperature=0.0))
+    for _ in range(6):
+        twins.verify([pair])
+    # Tokens 2 to 4 might have been stop tokens; 5 and on are drawn as any other.
+    assert twins.runner.num_replays == 3 + 2 * 3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_masked_rows_and_told_drafts_are_drawn_by_themselves(family: str) -> None:
+    twins = Twins(family, 2)
+    pairs = [twins.begin(i) for i in range(3)]
+    words = -(-VOCAB // 32)
+    evens = np.array([0x55555555] * words, np.uint32).tobytes()
+
+    def act(driver: DraftDriver, number: int) -> None:
+        seat = Seat(pairs[1][number].seat)
+        masks = (SeatMask(seat, (evens, None, evens)),)
+        driver.executor.extra = {"masks": masks, "tell_drafts": (seat,)}
+        driver.verify((pair[number], 2, None) for pair in pairs)
+        driver.executor.extra = {}
+
+    twins.both(act)
+    assert twins.runner.num_replays == 1
+    told = twins.results[0]
+    assert [d.seat for d in told.drafts] == [pairs[1][1].seat]
+    first = next(e.token for e in told.emitted if e.seat == pairs[1][1].seat)
+    assert first % 2 == 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recorded_steps_between_steps_of_all_kinds(family: str) -> None:
+    """Prompts, known tokens, fan-outs, seats that change hands: all of them beside live rows."""
+    twins = Twins(family, 2)
+    pairs = [twins.begin(i) for i in (0, 1)]
+    twins.verify(pairs, right=2)
+    fresh = twins.both(lambda driver, _: driver.start(prompt(2), DRAWS[2]))
+
+    def mixed(driver: DraftDriver, number: int) -> None:
+        run = fresh[number]
+        driver.verify(((pair[number], 2, None) for pair in pairs), [(run, len(run.prompt), ())])
+
+    twins.both(mixed)
+    assert twins.runner.num_replays == 2
+    pairs.append(fresh)
+    twins.verify(pairs, right=1)
+    gone = pairs.pop(0)
+    twins.both(lambda driver, n: driver.finish(gone[n]))
+    pairs.append(twins.begin(4))
+    for right in (0, 2, 1):
+        twins.verify(pairs, right=right)
+    known = texts(family)[3][len(prompt(3)) :][:7]
+    again = twins.both(lambda driver, _: driver.start(prompt(3), DRAWS[3], generated=known))
+    twins.both(lambda driver, n: driver.step([(again[n], len(again[n].prompt), ())]))
+    twins.both(lambda driver, n: driver.step([(again[n], len(again[n].tokens), ())]))
+    pairs.append(again)
+    twins.verify(pairs, right=2)
+    assert twins.runner.num_replays == 2 * 6
+    for _, run in pairs:
+        assert tuple(run.tokens) in {whole[: len(run.tokens)] for whole in texts(family)}
+
+
+@pytest.mark.parametrize("num_drafts", [0, 3])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_recording_touches_no_slot_no_page_and_no_seat(family: str, num_drafts: int) -> None:
+    twins = Twins(family, num_drafts)
+    pairs = [twins.begin(i) for i in range(3)]
+    twins.verify(pairs)
+    twins.runner.capture(capturer=CallAgain())
+    twins.both(lambda driver, _: None)
+    twins.verify(pairs)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_of_no_seat_read_nothing_of_anybody(family: str) -> None:
+    """What free seats, the place of lost writes and free memory hold is never looked at."""
+    twins = Twins(family, 2)
+    pairs = [twins.begin(i) for i in (0, 1, 2)]
+    taken = {pair[1].seat for pair in pairs}
+    free = [seat for seat in range(SEATS) if seat not in taken]
+
+    def spoil(driver: DraftDriver, number: int) -> None:
+        staging = driver.executor.worker.runner.staging
+        lost = staging.counters._table.shape[1] - 2
+        staging.counters._table[:, [*free, lost]] = 10**6 + number
+        staging.page_table[free] = 10**6
+
+    for some, right in (([0, 1, 2], 1), ([1], 2), ([2, 0, 1], 0)):
+        for number, driver in enumerate((twins.plain, twins.recorded)):
+            spoil(driver, number)
+        kept = [twins.plain, twins.recorded]
+        results = []
+        for number, driver in enumerate(kept):
+            del twins.results[:]
+            runs = [pairs[i][number] for i in some]
+            for run in runs:
+                twins._plant(driver, run, right)
+            driver.verify((run, 2, None) for run in runs)
+            results.append(list(twins.results))
+        assert results[0] == results[1]
+    for index, (_, run) in enumerate(pairs):
+        assert tuple(run.tokens) == texts(family)[index][: len(run.tokens)]
+
+
+def test_drafts_of_somebody_else_are_not_part_of_a_recording() -> None:
+    twins = Twins("qwen", 2)
+    pairs = [twins.begin(i) for i in (0, 1)]
+    for driver in (twins.plain, twins.recorded):
+        driver.executor.worker.runner.proposer = Always(7)
+    twins.verify(pairs)
+    counters = twins.runner.staging.counters.of(torch.tensor([pairs[0][1].seat]))
+    assert counters.drafts.tolist() == [[7, 7]]
+    assert twins.runner.num_replays == 1
+
+
+class Always:
+    """Proposes one token for ever."""
+
+    def __init__(self, token: int) -> None:
+        self.token = token
+
+    def propose(self, live: Live) -> torch.Tensor:
+        """[n, 2]."""
+        return torch.full((len(live.seat), 2), self.token)
+
+
+def test_a_launch_that_fails_leaves_the_next_one_sound() -> None:
+    twins = Twins("qwen", 2)
+    pairs = [twins.begin(i) for i in (0, 1)]
+    twins.verify(pairs)
+    runner, model = twins.runner, twins.runner.model
+    failing = replace_forward(model, RuntimeError("out of memory"))
+    with failing, pytest.raises(StepFailed, match="out of memory"):
+        runner.execute(plan_of(twins, pairs[1:]))
+    # Its rows' seats hold nothing to rely on; another one's do.
+    for _ in range(2):
+        twins.verify(pairs[:1], right=1)
+    with pytest.raises(StepFailed) as caught:  # a page that its seat has not
+        runner.execute(StepPlan(step=9, verify=(live_row(pairs[0][1], start=10**5),)))
+    assert isinstance(caught.value.__cause__, Broken)
+    twins.verify(pairs[:1], right=2)
+
+
+def replace_forward(model: Any, error: Exception) -> Any:
+    """While entered, forwards of `model` fail."""
+
+    def fail(*args: Any) -> None:
+        raise error
+
+    return mock.patch.object(model, "forward", fail)
+
+
+def live_row(run: Run, **changes: Any) -> VerifyRow:
+    given: dict[str, Any] = {
+        "request": run.name, "seat": Seat(run.seat), "start": run.folded, "pending": 0,
+        "num_drafts": 2, "state_in": SlotId(run.slot or 0), "state_out": SlotId(run.slot or 0),
+    }  # fmt: skip
+    return VerifyRow(**{**given, **changes})
+
+
+def plan_of(twins: Twins, pairs: Sequence[Pair]) -> StepPlan:
+    return StepPlan(step=9, verify=tuple(live_row(pair[1]) for pair in pairs))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_a_step_launched_before_the_last_one_is_read_goes_on_from_it(
+    family: str, num_drafts: int
+) -> None:
+    """The host knows only how far rows may have come; what was launched reports its own numbers."""
+    twins = Twins(family, num_drafts)
+    pairs = [twins.begin(i) for i in (0, 1, 3)]
+    ends = [len(run.tokens) - 1 for _, run in pairs]  # the states' ends
+    runs = [run for _, run in pairs]
+    updates = [u for run in runs for u in twins.recorded._extend(run, len(run.tokens) + 40)]
+    flying, found = [], {run.seat: list(run.tokens) for run in runs}
+    written: list[Written] = []
+    for step in range(6):
+        rows = tuple(
+            live_row(run, start=end, pending=num_drafts if step else 0, num_drafts=num_drafts)
+            for run, end in zip(runs, ends, strict=True)
+        )
+        plan = StepPlan(step=step, verify=rows, page_updates=tuple(updates) if not step else ())
+        flying.append(twins.runner.launch(plan))
+        if len(flying) < 2:
+            continue
+        result = flying.pop(0).result()
+        written = list(result.written)
+        for emitted in result.emitted:
+            found[emitted.seat].append(emitted.token)
+    for emitted in flying.pop().result().emitted:
+        found[emitted.seat].append(emitted.token)
+    for index, run in zip((0, 1, 3), runs, strict=True):
+        assert tuple(found[run.seat]) == texts(family)[index][: len(found[run.seat])]
+        assert len(found[run.seat]) >= len(run.tokens) + 6
+    assert [w.slot for w in written] == [run.slot for run in runs]
+    assert twins.runner.num_replays == 2 * 6

@@ -1,0 +1,169 @@
+"""No call of a launched step makes the host wait for the device, as far as a CPU can show it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from millpond.models.base import load
+from millpond.ops.bind import bind
+from millpond.plan.sampling import SamplingParams
+from millpond.plan.step import (
+    Export,
+    FanOut,
+    PageUpdate,
+    Row,
+    SeatLoad,
+    SeatMask,
+    StepPlan,
+    VerifyRow,
+)
+from millpond.runtime.graphs import CallAgain
+from millpond.runtime.worker import Worker
+from millpond.state.lease import PageId, Seat, SlotId
+from tests.exactness.families import FAMILIES, VOCAB, built
+from tests.support.waiting import Waiting
+
+CPU = torch.device("cpu")
+PROMPT = tuple(range(5, 75))
+PLAIN = SamplingParams(max_tokens=9, temperature=1.0, top_k=5, seed=3)
+HEAVY = SamplingParams(
+    max_tokens=9,
+    temperature=1.0,
+    seed=4,
+    repetition_penalty=1.2,
+    logit_bias=((3, 1.0),),
+    logprobs=2,
+    min_tokens=6,
+    stop_token_ids=(9,),
+)
+
+
+def worker(family: str, num_drafts: int, waiting: Waiting) -> Worker:
+    description = built(family).description
+    ops = waiting.leave_alone(bind(CPU))
+    made = Worker(
+        load(description, ops, dtype=torch.float32, device=CPU, load_format="dummy", seed=3),
+        description.layout(torch.float32, num_drafts),
+        device=CPU,
+        num_slots=8,
+        num_pages=12,
+        num_seats=4,
+        vocab_size=VOCAB,
+        max_position=256,
+        ops=ops,
+        num_draft_tokens=num_drafts,
+        num_threads=1,
+        debug_poison=True,
+    )
+    made.runner.capture(capturer=CallAgain())
+    return made
+
+
+def seated(seat: int, params: SamplingParams) -> SeatLoad:
+    return SeatLoad(
+        seat=Seat(seat),
+        request=f"r{seat}",
+        sample_index=0,
+        params=params,
+        tokens=PROMPT,
+        prompt_len=len(PROMPT),
+    )
+
+
+def prompt_row(seat: int, slot: int, *, scored: int | None = None, also: int | None = None) -> Row:
+    return Row(
+        request=f"r{seat}",
+        seat=Seat(seat),
+        start=0,
+        tokens=PROMPT,
+        state_in=None,
+        state_out=SlotId(slot),
+        exports=(Export(64, SlotId(slot + 4)),),
+        emit_seats=(Seat(seat),) if also is None else (Seat(seat), Seat(also)),
+        prompt_logprobs=scored,
+    )
+
+
+def live(seat: int, slot: int, num_drafts: int, slot_in: int | None = None) -> VerifyRow:
+    return VerifyRow(
+        request=f"r{seat}",
+        seat=Seat(seat),
+        start=len(PROMPT),
+        pending=0,
+        num_drafts=num_drafts,
+        state_in=SlotId(slot if slot_in is None else slot_in),
+        state_out=SlotId(slot),
+        export=Export(len(PROMPT) + 1, SlotId(7)) if seat == 0 else None,
+    )
+
+
+def plans(k: int) -> dict[str, StepPlan]:
+    """One of every kind, to be run in this order."""
+    pages = {seat: tuple(PageId(3 * seat + i) for i in range(3)) for seat in range(4)}
+    tables = tuple(PageUpdate(Seat(seat), 0, given) for seat, given in pages.items())
+    evens = np.array([0x55555555] * (-(-VOCAB // 32)), np.uint32).tobytes()
+    both = (live(0, 0, k), live(2, 2, k))
+    return {
+        "prompts and a fan-out": StepPlan(
+            step=1,
+            poison_slots=(SlotId(0), SlotId(3)),
+            poison_pages=(PageId(1),),
+            seat_loads=tuple(seated(s, p) for s, p in enumerate((PLAIN, PLAIN, HEAVY, HEAVY))),
+            page_updates=tables,
+            prefill=(prompt_row(0, 0, also=1), prompt_row(2, 2, scored=2)),
+            fan_outs=(FanOut(Seat(0), Seat(1), PageId(1), PageId(4)),),
+        ),
+        "live rows": StepPlan(step=2, verify=(live(0, 0, k), live(1, 1, k, slot_in=0))),
+        "pages are added": StepPlan(
+            step=3,
+            verify=(live(0, 0, k),),
+            page_updates=(PageUpdate(Seat(0), 2, (PageId(2),)),),
+            poison_pages=(PageId(11),),
+        ),
+        "rows that ask for more": StepPlan(
+            step=4,
+            verify=both,
+            masks=(SeatMask(Seat(2), (evens,)),),
+            tell_drafts=(Seat(0),) if k else (),
+        ),
+        "known tokens beside live rows": StepPlan(
+            step=5,
+            verify=both,
+            prefill=(prompt_row(3, 3),),
+            seat_loads=(seated(3, HEAVY),),
+            page_updates=tables[3:],
+        ),
+    }
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_no_call_of_a_step_waits(family: str, num_drafts: int) -> None:
+    waiting = Waiting()
+    made = worker(family, num_drafts, waiting)
+    for what, plan in plans(num_drafts).items():
+        with waiting:
+            launched = made.launch(plan)
+        assert waiting.found == [], what
+        launched.result()
+    assert made.runner.num_replays == 2 + 2 + 1
+
+
+def test_calls_that_wait_are_found() -> None:
+    waiting, x = Waiting(), torch.arange(5)
+    with waiting:
+        for call in (
+            lambda: int(x[0]),
+            lambda: x[x > 2],
+            lambda: torch.tensor([1, 2]),
+            lambda: x.nonzero(),
+            lambda: x.repeat_interleave(x),
+        ):
+            before = len(waiting.found)
+            call()
+            assert len(waiting.found) > before
+        with waiting.elsewhere():
+            int(x[0])
+    assert not any("reads" in found for found in waiting.found[1:])
