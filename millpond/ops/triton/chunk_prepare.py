@@ -219,13 +219,13 @@ def _channel_decays(
 @triton.jit
 def _bounded(
     q_rows, k_rows, q_unit, k_unit, decay_at, dt_bias, token, stride, head, live, rate, bound,
-    tiles, fall, i, K: tl.constexpr, KP: tl.constexpr, PART: tl.constexpr, BOUNDED: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    tiles, fall, i, K: tl.constexpr, KP: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
+    BOUNDED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `_by_channel` where decay is bounded: some key channels after others."""
     kk = tl.zeros([64, 64], tl.float32)
     qk = tl.zeros([64, 64], tl.float32)
-    for part in tl.range(0, KP, PART, num_stages=1):
+    for part in tl.range(0, KP, PART, num_stages=STAGES):
         keys = part + tl.arange(0, PART)
         inside = live[:, None] & (keys < K)[None, :]
         q = tl.load(q_rows + keys[None, :], mask=inside, other=0.0)
@@ -273,7 +273,7 @@ def _prepare(
     q_stride, k_stride, decay_stride, beta_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BY_CHANNEL: tl.constexpr,
     BOUNDED: tl.constexpr, EPS: tl.constexpr, RECORD: tl.constexpr, NUMBERS: tl.constexpr,
-    AROUND_MIDDLE: tl.constexpr, PART: tl.constexpr,
+    AROUND_MIDDLE: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one row, one head."""
@@ -311,7 +311,7 @@ def _prepare(
             kk, qk = _bounded(
                 q_rows + key_head * K, k_rows + key_head * K, q_unit, k_unit,
                 decay_at, dt_bias, token, decay_stride, head, live, rate, bound,
-                record + 2 * 4096, numbers, i, K, KP, PART, BOUNDED, OPERAND, PRECISION,
+                record + 2 * 4096, numbers, i, K, KP, PART, STAGES, BOUNDED, OPERAND, PRECISION,
             )  # fmt: skip
         elif BY_CHANNEL:
             g = _channel_decays(
