@@ -9,19 +9,22 @@ import msgspec
 import pytest
 
 from millpond.engine import admission, drafting, scheduler
+from millpond.engine.ahead import Ahead
 from millpond.engine.along import AnswerAnchors
 from millpond.engine.commit import Committer
 from millpond.engine.ledger import Ledger
+from millpond.engine.loop import Engine
 from millpond.engine.outbox import Outbox
-from millpond.engine.planned import PrefillRow
+from millpond.engine.planned import PrefillRow, Scheduled
+from millpond.engine.queues import Queues
 from millpond.engine.request import Request, Sequence
 from millpond.engine.scheduler import Scheduler
-from millpond.plan.step import Written
-from millpond.state.checkpoint import prefix_salt
+from millpond.plan.step import Ended, Written
+from millpond.state.checkpoint import AnchorKind, prefix_salt
 from millpond.state.lease import Phase, ProducerLease, ReaderLease
 from millpond.state.pool import StatePool
 from millpond.state.prefix import PrefixIndex
-from millpond.state.running import RunningState
+from millpond.state.running import Exported, RunningState
 
 Fault = Callable[[pytest.MonkeyPatch], None]
 FAULTS: dict[str, list[Fault]] = {}
@@ -328,16 +331,14 @@ def a_seat_keeps_its_page_table(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("every stream ends")
 def an_abort_in_flight_is_forgotten(patch: pytest.MonkeyPatch) -> None:
-    from millpond.engine.loop import Engine
+    land = Engine._land
 
-    finish = Engine._finish_step
-
-    def faulty(self: Engine, *args: Any) -> None:
+    def faulty(self: Engine) -> None:
         self._read_inbox()
         self._aborting.clear()
-        finish(self, *args)
+        land(self)
 
-    patch.setattr(Engine, "_finish_step", faulty)
+    patch.setattr(Engine, "_land", faulty)
 
 
 # Drafts, and checkpoints along an answer.
@@ -488,3 +489,126 @@ def an_answer_is_filed_a_page_early(patch: pytest.MonkeyPatch) -> None:
         publish(self, sequence)
 
     patch.setattr(AnswerAnchors, "publish", faulty)
+
+
+# Two steps in flight.
+
+
+@breaks("what_is_in_flight_is_held", in_answers=True)
+def whoever_ends_gives_everything_back_at_once(patch: pytest.MonkeyPatch) -> None:
+    """Though the step after its last one still writes its slot and pages."""
+
+    def faulty(self: Queues, sequence: Sequence) -> bool:
+        sequence.state.discard(self.ledger.pool)
+        return False
+
+    patch.setattr(Queues, "_leaves", faulty)
+
+
+@breaks("open_means_one_producer_alone", in_answers=True)
+def an_ended_answer_is_published_while_the_step_after_writes_over_it(
+    patch: pytest.MonkeyPatch,
+) -> None:
+    publish = AnswerAnchors.publish
+
+    def faulty(self: AnswerAnchors, sequence: Sequence) -> None:
+        state, pool, end = sequence.state, self._ledger.pool, sequence.folded // 64 * 64
+        current = state._current
+        if end > sequence.prompt_len and state.in_flight and isinstance(current, ProducerLease):
+            lease = pool._grant(ReaderLease(current.slot, current.generation, "index"))
+            self._ledger.publish(sequence, end, lease, AnchorKind.DECODE)
+        else:
+            publish(self, sequence)
+
+    patch.setattr(AnswerAnchors, "publish", faulty)
+
+
+@breaks("only_committed_state_is_sealed", in_answers=True)
+def what_is_to_stay_is_sealed_before_it_is_written(patch: pytest.MonkeyPatch) -> None:
+    keep_input = RunningState.keep_input
+
+    def faulty(state: RunningState, pool: StatePool) -> Any:
+        output = state._output
+        slot = keep_input(state, pool)
+        if state._ahead is not None and output is not None:
+            end = pool.end(output)
+            pool._spend(output)
+            pool._phase[output.slot] = Phase.SEALED
+            lease = pool._grant(ReaderLease(output.slot, output.generation, state.holder))
+            state.keep(pool, Exported(end + 1, lease))
+        return slot
+
+    patch.setattr(RunningState, "keep_input", faulty)
+
+
+@breaks("a sample ends where it ends")
+def what_was_drawn_after_the_end_is_told(patch: pytest.MonkeyPatch) -> None:
+    def faulty(self: Queues, sequence: Sequence) -> bool:
+        if sequence.state.in_flight:
+            self.enter(sequence)  # as if it went on
+            return True
+        return False
+
+    patch.setattr(Queues, "_leaves", faulty)
+
+
+@breaks("steps are committed in the order of their launch")
+def the_step_that_was_launched_last_is_committed_first(patch: pytest.MonkeyPatch) -> None:
+    land = Engine._land
+
+    def faulty(self: Engine) -> None:
+        if len(self._flights) == 2:
+            results = [flight.launched.result() for flight in self._flights]
+            self._flights[:] = [
+                flight._replace(launched=Ended(result))
+                for flight, result in zip(self._flights, results, strict=True)
+            ][::-1]
+            land(self)
+        land(self)
+
+    patch.setattr(Engine, "_land", faulty)
+
+
+@breaks("nothing in flight is poisoned")
+def what_leaves_is_poisoned_before_its_last_row_has_ended(patch: pytest.MonkeyPatch) -> None:
+    leaves = Queues._leaves
+
+    def faulty(self: Queues, sequence: Sequence) -> bool:
+        if sequence.state.in_flight and not sequence.is_leaving:
+            self.ledger.pool._freed.append(sequence.state.slot)
+        return leaves(self, sequence)
+
+    patch.setattr(Queues, "_leaves", faulty)
+
+
+@breaks("the host tells bounds")
+def the_step_ahead_takes_all_drafts_for_wrong(patch: pytest.MonkeyPatch) -> None:
+    schedule_live = Scheduler.schedule_live
+
+    def faulty(self: Scheduler, sequences: Any, rows: Any, due: Any) -> Any:
+        rows = [msgspec.structs.replace(row, pending=0) for row in rows]
+        return schedule_live(self, sequences, rows, due)
+
+    patch.setattr(Scheduler, "schedule_live", faulty)
+
+
+@breaks("a failed step fails the next", in_answers=True)
+def what_went_on_from_a_failed_step_is_kept(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(Engine, "_wreck", lambda self: None)
+
+
+@breaks("live rows alone go ahead")
+def a_step_is_planned_ahead_of_the_last_row_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
+    """Of those that are live beside it, as if it were not there."""
+    plan = Ahead.plan
+
+    def faulty(self: Ahead, before: Any) -> Any:
+        flying = msgspec.structs.replace(before.plan, prefill=(), decode=())
+        running = self._scheduler.running
+        self._scheduler.running = [one for one in running if one in before.verify]
+        try:
+            return plan(self, Scheduled(flying, [], [], before.verify))
+        finally:
+            self._scheduler.running = running
+
+    patch.setattr(Ahead, "plan", faulty)
