@@ -21,7 +21,7 @@ from millpond.runtime.runner import ModelRunner
 from millpond.state.lease import Seat, SlotId
 from tests.exactness.drafting import DraftDriver
 from tests.exactness.driver import Run
-from tests.exactness.families import FAMILIES, VOCAB, executor
+from tests.exactness.families import FAMILIES, VOCAB, Kind, executor
 from tests.exactness.prompts import BASE, OTHER
 from tests.support.recording import Truth
 
@@ -38,6 +38,19 @@ DRAWS = tuple(
 )
 """How the seats draw: by noise and filters alone, all in one batch."""
 
+KINDS = [
+    *(pytest.param(Kind(family), id=family) for family in FAMILIES),
+    *(
+        pytest.param(
+            Kind(family, "cuda", dtype, "steady"), id=f"{family}-{name}", marks=pytest.mark.gpu
+        )
+        for family in FAMILIES
+        for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16))
+    ),
+]
+"""On a GPU what is recorded is a graph; there products are in blocks of one size, so that bytes do
+not depend on how many rows a library sees."""
+
 Pair = tuple[Run, Run]
 
 
@@ -46,8 +59,12 @@ def prompt(index: int) -> tuple[int, ...]:
     return (BASE, OTHER)[index % 2][index : index + (59, 118, 62, 30, 124)[index]]
 
 
+def kind_of(which: str | Kind) -> Kind:
+    return which if isinstance(which, Kind) else Kind(which)
+
+
 @cache
-def texts(family: str, special: SamplingParams | None = None) -> list[tuple[int, ...]]:
+def texts(family: str | Kind, special: SamplingParams | None = None) -> list[tuple[int, ...]]:
     """All tokens of every sequence, as plain steps without drafts make them.
 
     `special`: of sequence 1 alone, if it draws so.
@@ -64,13 +81,14 @@ def texts(family: str, special: SamplingParams | None = None) -> list[tuple[int,
 class Twins:
     """One sequence of plans on two ranks: one runs every step, the other repeats recordings."""
 
-    def __init__(self, family: str, num_drafts: int) -> None:
+    def __init__(self, family: str | Kind, num_drafts: int) -> None:
         sizes = {"num_slots": 60, "num_pages": 40, "num_seats": SEATS, "num_drafts": num_drafts}
         self.family, self.num_drafts = family, num_drafts
         self.plain, self.recorded = (
             DraftDriver(executor(family, Truth(), "steady", **sizes)) for _ in range(2)
         )
-        self.runner.capture(capturer=CallAgain())
+        self.device = kind_of(family).device
+        self.runner.capture(capturer=None if self.device == "cuda" else CallAgain())
         self.results: list[StepResult] = []
         for driver in (self.plain, self.recorded):
             driver.executor = Noting(driver.executor, self.results)  # type: ignore[assignment]
@@ -117,7 +135,7 @@ class Twins:
         if not right:
             return
         whole = next(t for t in texts(self.family) if t[: len(run.tokens)] == tuple(run.tokens))
-        coming = torch.tensor(whole[len(run.tokens) :][:right], dtype=torch.int64)
+        coming = torch.tensor(whole[len(run.tokens) :][:right], device=self.device)
         driver.executor.worker.runner.staging.counters._table[5 : 5 + right, run.seat] = coming
 
 
@@ -143,7 +161,7 @@ def memory(driver: DraftDriver) -> list[torch.Tensor]:
     """All a rank remembers between steps."""
     runner = driver.executor.worker.runner
     arenas, staging = runner.arenas, runner.staging
-    counters = staging.counters.of(torch.arange(SEATS))
+    counters = staging.counters.of(torch.arange(SEATS, device=staging.device))
     return [
         *(a.storage for a in (arenas.slots, arenas.pages, arenas.seats)),
         *(getattr(counters, n) for n in ("base", "pending", "first", "num_drafts", "parity")),
@@ -152,10 +170,10 @@ def memory(driver: DraftDriver) -> list[torch.Tensor]:
     ]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("num_drafts", [0, 1, 3])
-def test_recorded_steps_leave_and_report_what_single_ones_do(family: str, num_drafts: int) -> None:
-    twins = Twins(family, num_drafts)
+def test_recorded_steps_leave_and_report_what_single_ones_do(kind: Kind, num_drafts: int) -> None:
+    twins = Twins(kind, num_drafts)
     pairs = [twins.begin(index) for index in range(SEATS)]
     assert twins.runner.num_replays == 0
     # Other rows every time, of every number; pages are added on the way, and exports passed.
@@ -169,7 +187,7 @@ def test_recorded_steps_leave_and_report_what_single_ones_do(family: str, num_dr
     assert {len(run.pages) for run, _ in pairs} >= {2, 3}
     assert any(accepted for _, accepted in twins.recorded.counts) == (num_drafts > 0)
     for index, (run, _) in enumerate(pairs):
-        assert tuple(run.tokens) == texts(family)[index][: len(run.tokens)]
+        assert tuple(run.tokens) == texts(kind)[index][: len(run.tokens)]
 
 
 SPECIAL = {

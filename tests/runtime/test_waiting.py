@@ -25,7 +25,6 @@ from millpond.state.lease import PageId, Seat, SlotId
 from tests.exactness.families import FAMILIES, VOCAB, built
 from tests.support.waiting import Waiting
 
-CPU = torch.device("cpu")
 PROMPT = tuple(range(5, 75))
 PLAIN = SamplingParams(max_tokens=9, temperature=1.0, top_k=5, seed=3)
 HEAVY = SamplingParams(
@@ -40,13 +39,16 @@ HEAVY = SamplingParams(
 )
 
 
-def worker(family: str, num_drafts: int, waiting: Waiting) -> Worker:
-    description = built(family).description
-    ops = waiting.leave_alone(bind(CPU))
+def worker(family: str, num_drafts: int, waiting: Waiting | None) -> Worker:
+    """With `waiting` on the CPU, where steps are recorded by a stand-in; else on the GPU."""
+    device = torch.device("cpu" if waiting else "cuda")
+    description, ops = built(family).description, bind(device)
+    if waiting:
+        ops = waiting.leave_alone(ops)
     made = Worker(
-        load(description, ops, dtype=torch.float32, device=CPU, load_format="dummy", seed=3),
+        load(description, ops, dtype=torch.float32, device=device, load_format="dummy", seed=3),
         description.layout(torch.float32, num_drafts),
-        device=CPU,
+        device=device,
         num_slots=8,
         num_pages=12,
         num_seats=4,
@@ -57,7 +59,7 @@ def worker(family: str, num_drafts: int, waiting: Waiting) -> Worker:
         num_threads=1,
         debug_poison=True,
     )
-    made.runner.capture(capturer=CallAgain())
+    made.runner.capture(capturer=CallAgain() if waiting else None)
     return made
 
 
@@ -149,6 +151,22 @@ def test_no_call_of_a_step_waits(family: str, num_drafts: int) -> None:
         assert waiting.found == [], what
         launched.result()
     assert made.runner.num_replays == 2 + 2 + 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_no_call_of_a_step_waits_for_a_gpu(family: str, num_drafts: int) -> None:
+    made = worker(family, num_drafts, None)
+    for what, plan in plans(num_drafts).items():
+        made.execute(plan)  # compiles its kernels
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            launched = made.launch(plan)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        assert launched.result().step == plan.step, what
 
 
 def test_calls_that_wait_are_found() -> None:
