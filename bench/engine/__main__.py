@@ -18,6 +18,7 @@ from pathlib import Path
 
 import torch
 
+from bench.engine.models import CONFIGS
 from bench.engine.tower import Need, build
 from bench.engine.trials import Lines, Lost, Trials
 from bench.engine.workloads import WORKLOADS, Scale, Variant, groups
@@ -52,14 +53,20 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", default="q4", help="q4, g8, tiny-q4, tiny-g8 or a directory")
+    large = torch.cuda.is_available()
+    parser.add_argument(
+        "--model",
+        default="q4" if large else "tiny-q4",
+        help=f"{', '.join(CONFIGS)}; or a directory. Without a GPU all is tiny",
+    )
     parser.add_argument("--workloads", default="A,B,C,D", help=f"of {','.join(WORKLOADS)}")
     parser.add_argument("--variants", default="", help="only those whose name contains this")
     parser.add_argument("--out", type=Path, default=Path("out/engine.jsonl"))
     parser.add_argument("--trials", type=int, default=3, help="beside the one to warm up")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of a variant")
-    parser.add_argument("--scale", type=float, default=1.0, help="fewer requests, shorter answers")
-    parser.add_argument("--shrink", type=float, default=1.0, help="prompts times this")
+    whole = 1.0 if large else 0.1
+    parser.add_argument("--scale", type=float, default=whole, help="requests or answers, times it")
+    parser.add_argument("--shrink", type=float, default=whole, help="prompts, times it")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", help="for the record, where this is no git checkout")
     parser.add_argument("--profile", action="store_true", help="one more trial: which kernels")

@@ -1,7 +1,7 @@
 """Long mixed traffic with aborts, in every mode: no NaN in a saved state, no leak, exact lengths.
 
 python -m bench.engine.soak [--model q4 g8] [--requests 2000] [--drafts 0 3] [--limit 300]
-    [--longest 4096] [--out out/soak.jsonl]
+    [--longest TOKENS] [--out out/soak.jsonl]
 
 Modes are drafts or none, times caching off, checkpoints inside a forward (interior) and in
 forwards cut for them (split); each gets an equal share of the requests and of the time. Freed slots
@@ -37,6 +37,9 @@ from millpond.state.checkpoint import Checkpoint
 SEATS = 32
 CHECKPOINTS = 24
 """Few enough that they are evicted all the time."""
+
+ABORTED = 0.1
+"""With every request, and in every step, the chance that one of the live ones is broken off."""
 
 MODES = ("off", "interior", "split")
 
@@ -146,8 +149,14 @@ def soak(
     engine._ledger.on_publish = watch.saved
     chance = random.Random(seed)
     mixed = Mixed(Draw(seed, tower.worker.capabilities.vocab_size), chance, longest)
-    answers = max(8, longest // 16)
+    answers = max(8, longest // 8)
     began, sent = time.perf_counter(), 0
+
+    def abort() -> None:
+        gone = chance.choice(watch.live)
+        watch.aborted.add(gone)
+        engine.abort(gone)
+
     while True:
         late = time.perf_counter() - began > limit
         while sent < requests and len(watch.live) < 2 * SEATS and not late:
@@ -156,10 +165,10 @@ def soak(
             watch.live.append(name)
             engine.submit(EngineRequest(request_id=name, tokens=mixed.tokens(), params=params))
             sent += 1
-        if watch.live and chance.random() < 0.1:
-            gone = chance.choice(watch.live)
-            watch.aborted.add(gone)
-            engine.abort(gone)
+            if chance.random() < ABORTED:
+                abort()
+        if watch.live and chance.random() < ABORTED:
+            abort()
         if not engine.step() and (sent == requests or late):
             break
     seconds = time.perf_counter() - began
@@ -210,11 +219,15 @@ def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--model", nargs="+", default=["q4", "g8"], help=", ".join(CONFIGS))
+    large = torch.cuda.is_available()
+    parser.add_argument(
+        "--model", nargs="+", default=["q4", "g8"] if large else ["tiny-q4", "tiny-g8"],
+        help=f"of {', '.join(CONFIGS)}; the tiny ones where there is no GPU",
+    )  # fmt: skip
     parser.add_argument("--requests", type=int, default=2000, help="of a model")
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of a model")
-    parser.add_argument("--longest", type=int, default=4096, help="tokens of a prompt")
+    parser.add_argument("--longest", type=int, default=4096 if large else 512, help="prompt")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/soak.jsonl"))
@@ -222,11 +235,11 @@ def main(arguments: list[str]) -> int:
     lines, bad = Lines(given.out), 0
     share = len(given.drafts) * len(MODES)
     for model, drafts in itertools.product(given.model, given.drafts):
-        session = given.longest + given.longest // 16 + 64
+        session = given.longest + given.longest // 8 + 64
         need = Need(
             seats=SEATS,
             session=session,
-            tokens=SEATS * session // 8,  # pages are short at times
+            tokens=session,  # pages are short at times: this and one for every sequence
             checkpoints=CHECKPOINTS,
             drafts=drafts,
         )

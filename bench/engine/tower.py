@@ -98,6 +98,7 @@ def build(
             debug_poison=debug_poison,
         )
     loaded = time.perf_counter()
+    print(f"{model}: loaded in {loaded - began:.1f} s, {slots} slots, {pages} pages", flush=True)
     proposer = None
     if forced:
         repeat_newest(worker.runner.model)

@@ -20,11 +20,11 @@ LONGEST = 256
 
 @pytest.fixture
 def tower() -> Tower:
-    session = LONGEST + 80
+    session = LONGEST + LONGEST // 8 + 64
     need = Need(
         seats=soak.SEATS,
         session=session,
-        tokens=8 * session,
+        tokens=2 * session,
         checkpoints=soak.CHECKPOINTS,
         drafts=1,
     )
