@@ -128,12 +128,14 @@ def _header(results: Results) -> list[str]:
     found = []
     for t in results.towers:
         smaller = "" if t["full"] else " Smaller than the workloads are."
+        slots, most = 1 + t["seat_mb"] / t["slot_mb"], peers.SLOTS_A_SEQUENCE.get(t["drafts"])
+        bar = "" if most is None else "; " + _verdict(slots <= most, f"{slots:.3f} of {most}")
         found.append(
             f"{t['model']} in {t['dtype']}, {t['drafts']} drafts: commit {t['commit']},"
             f" {t['date']}; {t['machine']}; {t['versions']}. {t['num_seats']} sequences,"
             f" {t['num_slots']} slots of {t['slot_mb']:.1f} MB, {t['num_pages']} pages of"
             f" {t['page_mb']:.2f} MB, a seat takes {t['seat_mb']:.2f} MB"
-            f" ({1 + t['seat_mb'] / t['slot_mb']:.3f} slots a sequence); loaded in"
+            f" ({slots:.3f} slots a sequence{bar}); loaded in"
             f" {t['load_s']:.1f} s, warm after {t['warm_up_s']:.1f} s more.{smaller}"
         )
     return ["\n\n".join(found)]
@@ -155,7 +157,7 @@ def _cells(row: Row, results: Results) -> list[str]:
         str(len(row.trials)),
         f"{_show(best['output_tokens_per_s'])} ({_show(row.median('output_tokens_per_s'))})",
         times,
-        _show(best["ms_per_token_at_the_end"]),
+        _per_token(row),
         f"{best['cached_tokens']} of {best['prompt_tokens']}",
         f"{best['engine_us_per_step']:.0f} + {best['launch_us_per_step']:.0f}",
         "-" if best["idle_between_steps"] is None else f"{100 * best['idle_between_steps']:.1f} %",
@@ -164,6 +166,14 @@ def _cells(row: Row, results: Results) -> list[str]:
         _peers(row),
         "; ".join(_bars(row, results)),
     ]
+
+
+def _per_token(row: Row) -> str:
+    """Milliseconds, and how many times the floor."""
+    value, floor = row.best["ms_per_token_at_the_end"], peers.FLOORS_MS.get(row.key)
+    if value is None or floor is None or not row.has_peers:
+        return _show(value)
+    return f"{_show(value)} ({value / floor:.2f} x the floor)"
 
 
 def _show(value: float | None) -> str:
@@ -192,13 +202,14 @@ def _bars(row: Row, results: Results) -> list[str]:
             found.append(
                 _verdict(bar.met(value), f"{_show(value)} of {_show(bar.limit)}, {bar.why}")
             )
-    for measure, key, beside, least, what in peers.RATIOS:
-        other = next((r for r in results.rows if r.key == beside), None)
-        if key == row.key and other is not None:
-            mine, theirs = row.median(measure), other.median(measure)
+    for ratio in peers.RATIOS:
+        other = next((r for r in results.rows if r.key == ratio.beside), None)
+        if ratio.key == row.key and other is not None:
+            mine, theirs = row.median(ratio.measure), other.median(ratio.measure)
             if mine and theirs:
-                ratio = mine / theirs
-                found.append(_verdict(ratio >= least, f"{ratio:.3f} of {least}, {what}"))
+                reached = ratio.of(mine, theirs)
+                what = f"{reached:.3f} of {ratio.least}, {ratio.why}"
+                found.append(_verdict(reached >= ratio.least, what))
     return found
 
 

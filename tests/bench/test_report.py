@@ -89,6 +89,8 @@ def test_a_bar_is_met_or_missed_beside_the_peers_figures(measures: Record) -> No
     assert "met: 8,200 of 8,169" in row(met, "B")
     assert "missed: 8,100 of 8,169" in row(missed, "B")
     assert "7,507 / 7,417" in row(met, "B")
+    slow = text_of(tower("1"), trial("1", measures, "B", ms_per_token_at_the_end=8.28))
+    assert "8.28 (2.00 x the floor)" in row(slow, "B")
     quick = text_of(tower("1"), trial("1", measures, "D", "on", ttft_mean_s=0.2))
     assert "met: 0.2 of 0.21" in row(quick, "D on")
 
@@ -106,6 +108,23 @@ def test_a_ratio_is_taken_within_one_run(measures: Record) -> None:
     assert "missed: 0.980 of 0.99" in row(text_of(tower("1"), off, hitless), "C on, no hits")
     older = dict(off, run="0")
     assert "0.99" not in text_of(tower("0"), older, tower("1"), hitless)
+
+
+def test_a_shorter_time_is_the_better_one(measures: Record) -> None:
+    def told(interior: float) -> str:
+        name = "32320, budget 4096"
+        split = trial("1", measures, "E", f"{name}, split", ttft_mean_s=1.0)
+        other = trial("1", measures, "E", f"{name}, interior", ttft_mean_s=interior)
+        return row(text_of(tower("1"), split, other), f"E {name}, interior")
+
+    assert "met: 1.042 of 1.0375" in told(0.96)
+    assert "missed: 0.962 of 1.0375" in told(1.04)
+
+
+def test_memory_of_a_sequence_is_held_against_its_bar(measures: Record) -> None:
+    records = [trial("1", measures, "F", "B, 3 drafts, 1")]
+    assert "met: 1.047 of 1.1" in text_of(tower("1", drafts=3), *records)
+    assert "missed: 1.117 of 1.1" in text_of(tower("1", drafts=3, seat_mb=6.0), *records)
 
 
 def test_the_newest_run_is_shown_unless_another_is_asked_for(measures: Record) -> None:
