@@ -7,6 +7,8 @@ import torch
 
 from millpond.ops.reference.conv import conv_decode, conv_prefill
 from tests.faults.delta_rule import FORMS, HEADS, K, V, layer, packed
+from tests.support.counting import changed_entries, snapshot
+from tests.support.twins import SEATS, Twins, texts
 
 NAN = float("nan")
 SIZES = (2, 3, 7, 26, 33)
@@ -58,3 +60,53 @@ def test_pools_of_any_size_keep_every_other_slot_untouched(form, size):
     sequence.fold(form, bank, rows, [(0, 3)] * 5)
     changed = {s for s in range(size) if not torch.equal(bank[s], before[s])}
     assert changed == set(live)
+
+
+def test_fewer_rows_than_before_leave_nobody_in_the_tail():
+    """Recordings of all sizes read one buffer; after a full batch it is full of ids."""
+    twins = Twins("glm", 2)
+    pairs = [twins.begin(i) for i in range(SEATS)]
+    twins.verify(pairs, right=2)
+    for some in ([0, 1, 2], [3], [4, 2, 0]):
+        twins.verify([pairs[i] for i in some], right=1)
+        size = next(b for b in (1, 2, 4, 5) if b >= len(some))
+        numbers = twins.runner._steady._buckets[size].numbers
+        assert (numbers[:3, len(some) :] == -1).all()
+        assert (numbers[0, : len(some)] >= 0).all()
+    twins.verify(pairs, right=1)
+    for index, (_, run) in enumerate(pairs):
+        assert tuple(run.tokens) == texts("glm")[index][: len(run.tokens)]
+
+
+def test_padding_shares_nothing_with_sequences_that_wait():
+    """Two run in a recording for four; what the three others hold stays as it is, to the byte."""
+    twins = Twins("qwen", 2)
+    pairs = [twins.begin(i) for i in range(SEATS)]
+    twins.verify(pairs, right=2, export=True)
+    arenas, counters = twins.runner.arenas, twins.runner.staging.counters
+    before = [snapshot(a) for a in (arenas.slots, arenas.pages, arenas.seats)]
+    kept = counters._table.clone()
+    running = [pairs[i] for i in (1, 3, 4)]
+    for _ in range(3):
+        twins.verify(running, right=1)
+    own = [pair[1] for pair in running]
+    seats = {run.seat for run in own}
+    allowed = ({run.slot for run in own}, {p for run in own for p in run.pages}, seats)
+    for arena, old, mine in zip(
+        (arenas.slots, arenas.pages, arenas.seats), before, allowed, strict=True
+    ):
+        assert set(changed_entries(arena, old)) <= mine
+    others = [seat for seat in range(SEATS) if seat not in seats]
+    assert torch.equal(counters._table[:, others], kept[:, others])
+    twins.verify(pairs, right=1)
+
+
+def test_recordings_for_other_numbers_of_drafts_have_numbers_of_their_own():
+    several = [Twins("qwen", k) for k in (0, 1, 3)]
+    pairs = [[twins.begin(i) for i in (0, 1, 2)] for twins in several]
+    for step in range(4):
+        for twins, live in zip(several, pairs, strict=True):
+            twins.verify(live, right=min(step, twins.num_drafts))
+    for live in pairs:
+        for index, (_, run) in enumerate(live):
+            assert tuple(run.tokens) == texts("qwen")[index][: len(run.tokens)]

@@ -7,6 +7,8 @@ import random
 import pytest
 
 from tests.faults.house import House, answer, prompt
+from tests.support.twins import DRAWS, Twins, texts
+from tests.support.twins import prompt as known_prompt
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -87,3 +89,23 @@ def test_samples_of_one_prompt_each_continue_it():
         ask = house.served(prompt(length), 12, n=4)
         assert ask.is_right, length
         house.assert_nothing_is_held()
+
+
+def test_a_recorded_step_reads_its_own_ids_whatever_ran_before():
+    """Steps with prompts in them stage nothing for recordings: the next one must not rely on it."""
+    twins = Twins("qwen", 2)
+    pairs = [twins.begin(i) for i in (0, 1, 3)]
+    twins.verify(pairs, right=2)
+    fresh = twins.both(lambda driver, _: driver.start(known_prompt(2), DRAWS[2]))
+
+    def mixed(driver, number):
+        run = fresh[number]
+        rows = [pairs[i][number] for i in (2, 0)]
+        driver.verify(((r, 2, None) for r in rows), [(run, len(run.prompt), ())])
+
+    twins.both(mixed)
+    for some in ((1, 2), (2, 1), (0,)):
+        twins.verify([pairs[i] for i in some], right=1)
+    twins.verify([fresh, pairs[1]], right=2)
+    for index, (_, run) in zip((0, 1, 3, 2), (*pairs, fresh), strict=True):
+        assert tuple(run.tokens) == texts("qwen")[index][: len(run.tokens)]
