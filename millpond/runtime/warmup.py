@@ -61,6 +61,7 @@ def every_kind(c: Capabilities) -> Iterator[StepPlan]:
     plans = _Plans(c)
     yield from plans.prompts()
     yield from plans.singles()
+    yield from plans.near()
     yield from plans.far()
     yield from plans.fanning_out()
     for params in SAMPLING:
@@ -182,6 +183,18 @@ class _Plans:
         for seat in seats:  # known again, so that what they drafted leaves room
             yield self.step(decode=(self.row(seat, n, 1, seat, state_in=seat),))
         yield self.step(verify=self.verify(seats, n + 1, 0, export=True), tell_drafts=seats)
+
+    def near(self) -> Iterator[StepPlan]:
+        """At the beginning, where nothing has to be left out of the past."""
+        seats = self.all_seats[:3]
+        yield self.step(
+            prefill=tuple(self.row(s, 0, 1 + s % 2, s) for s in seats),
+            seat_loads=self.loads(seats, GREEDY),
+            page_updates=self.tables(seats),
+        )
+        yield self.step(decode=tuple(self.row(s, 2, 1, s, state_in=s) for s in seats))
+        if self.is_live:
+            yield self.step(verify=self.verify(seats, 3, 0))
 
     def far(self) -> Iterator[StepPlan]:
         """At the end of the longest sequence: what looks at a part of the past does so there."""

@@ -6,6 +6,7 @@ Knows how a model directory becomes something that runs plans; does not know who
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +26,7 @@ from millpond.ops.bind import AUTO, Bound, bind
 from millpond.plan.counts import DeviceCounts
 from millpond.plan.step import PAGE_SIZE, Capabilities, Launched, StepPlan, StepResult
 from millpond.runtime.compiled import COMPILATIONS
+from millpond.runtime.compiling import compiling
 from millpond.runtime.graphs import bucket_sizes
 from millpond.runtime.propose import DraftModel
 from millpond.runtime.reach import made, memory_of
@@ -135,6 +137,10 @@ class Worker:
         if kinds is None:
             kinds = every_kind if self.device.type == "cuda" else few_kinds
         plans = tuple(kinds(self.capabilities))
+        if self.device.type == "cuda":
+            with compiling(os.cpu_count() or 1, progress):
+                for plan in plans:
+                    self.launch(plan)  # nothing comes of it
         for done, plan in enumerate(plans):
             progress(done, len(plans))
             try:
@@ -159,9 +165,8 @@ class Worker:
         return measure(self.execute, c, prefill_tokens, meter, num_graphs=graphs)
 
     def capture(self, progress: Progress = ignore) -> None:
-        """Record the steady steps of a GPU as graphs; elsewhere there is nothing to gain."""
-        if self.device.type == "cuda":
-            self.runner.capture(progress)
+        """Record the steady steps of a GPU as graphs; elsewhere there is nothing to record."""
+        self.runner.capture(progress)
 
     def counts(self) -> DeviceCounts:
         """Kernels and graphs."""

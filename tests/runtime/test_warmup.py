@@ -169,7 +169,7 @@ def serve(worker: Worker) -> None:
         request = EngineRequest(
             request_id=str(index),
             tokens=tuple(7 * i % 200 for i in range(length)),
-            params=SamplingParams(max_tokens=4, ignore_eos=True, **wish),
+            params=SamplingParams(max_tokens=4 if index else 14, ignore_eos=True, **wish),
         )
         engine.submit(request)
     while engine.step():
