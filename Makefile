@@ -10,6 +10,7 @@ PY     := $(BIN)/python
 # Hypothesis profile and workers of the CPU tests. One thread per worker: the engine's own tensors are small.
 PROFILE ?= $(if $(CI),ci,dev)
 WORKERS ?= 2
+GPU_WORKERS ?= 4
 ARGS    ?=
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest
 
@@ -84,9 +85,10 @@ interp: $(VENV)/.installed-triton ## kernel tests under the Triton interpreter
 	@$(PY) tools/lane.py interpreter
 	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist worksteal -m "interpreter and not slow" $(ARGS)
 
-gpu: $(VENV)/.installed-dev ## tests that need one or more GPUs
+# Workers share the GPU, and what one has compiled; a test may wait for the compiler for minutes, once.
+gpu: $(VENV)/.installed-triton ## tests that need one or more GPUs; GPU_WORKERS=n, ARGS='...' for pytest
 	@$(PY) tools/lane.py gpu multigpu
-	$(PY) -m pytest -m "gpu or multigpu" $(ARGS)
+	$(PYTEST) -n $(GPU_WORKERS) --dist loadgroup --timeout 600 -m "gpu or multigpu" $(ARGS)
 
 machine: $(VENV)/.installed-dev ## the ownership machine and other property tests, long profile
 	$(PYTEST) -n $(WORKERS) --timeout 3600 --hypothesis-profile nightly tests/state tests/plan tests/engine $(ARGS)
