@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import fields, is_dataclass
+
 import pytest
 import torch
 
 from millpond.errors import Broken
-from millpond.nn.batch import Staging
+from millpond.nn.batch import Staging, pack_live
 from millpond.nn.counters import Counters, SeatCounters
 from millpond.plan.step import Export, PageUpdate, Row, StepPlan, VerifyRow
 from millpond.state.lease import PageId, Seat, SlotId
@@ -256,3 +258,57 @@ def test_single_tokens_stand_where_the_device_says_and_have_no_slot() -> None:
     beyond = speculating().singles(seats[:1], tokens[:1], torch.tensor([256]), (270,))
     assert (beyond.token_page.tolist(), beyond.ends) == ([-1], (256,))
     assert beyond.positions.tolist() == [255]
+
+
+def strided(made: object) -> list[str]:
+    """Fields of a batch, and of its rows, that are no plain run of numbers."""
+    found = []
+    for field in fields(made):  # type: ignore[arg-type]
+        value = getattr(made, field.name)
+        if isinstance(value, torch.Tensor) and not value.is_contiguous():
+            found.append(field.name)
+        if is_dataclass(value):
+            found += [f"{field.name}.{name}" for name in strided(value)]
+    return found
+
+
+def test_what_kernels_read_by_row_or_token_is_contiguous() -> None:
+    """They are told addresses, and that of one number leads to the next."""
+    made = speculating()
+    rows = (live(2, num_drafts=2, start=61, pending=1), live(3, num_drafts=1, start=130))
+    known = PLAN.decode[:1]
+    for batch in (
+        made.batch(StepPlan(step=1, decode=known, verify=rows), (0,)),
+        made.batch(StepPlan(step=1, verify=rows), ()),
+        staging().batch(PLAN, (3, 4)),
+        made.live(torch.from_numpy(pack_live(rows, 4))),
+        made.singles(torch.tensor([2, 3]), torch.tensor([5, 6]), torch.tensor([63, 131]), None),
+    ):
+        assert strided(batch) == []
+
+
+def test_live_rows_by_themselves_are_those_of_a_plan_and_others_have_no_seat() -> None:
+    rows = (
+        live(2, num_drafts=2, start=61, pending=1, state_in=3, state_out=5, export=62),
+        live(3, num_drafts=1, start=130, state_in=6, state_out=6),
+    )
+    made = speculating()
+    numbers = torch.from_numpy(pack_live(rows, 4))
+    batch, planned = made.live(numbers), made.batch(StepPlan(step=1, verify=rows), range(6))
+    assert batch.verify is not None
+    assert planned.verify is not None
+    for field in fields(batch.verify):
+        value = getattr(batch.verify, field.name)
+        if isinstance(value, torch.Tensor):
+            assert value[:2].tolist() == getattr(planned.verify, field.name).tolist()
+    for name in ("token_ids", "positions", "token_row", "token_page", "token_offset"):
+        assert getattr(batch, name)[:6].tolist() == getattr(planned, name).tolist()
+    assert batch.page_table[:2, :3].tolist() == planned.page_table.tolist()
+    assert batch.verify.seats[2:].tolist() == [-1, -1]
+    assert not batch.verify.filled[2:].any()
+    for name in ("state_in", "state_out", "export_end", "export_slot"):
+        assert getattr(batch.verify, name)[2:].tolist() == [-1, -1]
+    assert batch.token_page[6:].tolist() == [-1] * 6
+    assert batch.page_table[2:].eq(-1).all()
+    assert batch.row_end[2:].tolist() == [0, 0]
+    assert set(batch.ends) == {4 * 64}

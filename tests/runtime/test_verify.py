@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 
 from millpond.ops.batch import VerifyRows
 from millpond.ops.bind import bind
-from millpond.ops.reference.sampling import log_probabilities
+from millpond.ops.reference.sampling import SamplingRows, log_probabilities
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import Emitted, Row, SeatLoad, StepPlan, Verified, VerifyRow
 from millpond.runtime.outcome import Outcome, Scored, prompt_scores
@@ -360,3 +361,22 @@ def test_a_row_of_no_seat_draws_nothing_and_counts_nothing() -> None:
     assert got.verified == (Verified(Seat(0), 1, 1),)
     counts = verifier.seats.generated(torch.tensor([0]))
     assert counts[0].nonzero().flatten().tolist() == [5, 6]
+
+
+def test_what_kernels_read_of_a_seats_parameters_is_contiguous() -> None:
+    seats = seated(*(load(i, temperature=0.5 + i, seed=i, top_k=i) for i in range(3))).seats
+    at = torch.tensor([2, 0, 1, -1])
+    plain, asked = seats.plain_rows(at), seats.rows((2, 0, 1, -1), at)
+    for rows in (plain, asked):
+        assert rows.temperature[:3].tolist() == [2.5, 0.5, 1.5]
+        assert rows.top_k[:3].tolist() == [2, 0, 1]
+        for name in ("temperature", "top_p", "min_p", "top_k", "seed", "sample_index", "position"):
+            assert getattr(rows, name).is_contiguous(), name
+    seen: list[SamplingRows] = []
+    ops = replace(OPS, sample=lambda logits, rows: seen.append(rows) or OPS.sample(logits, rows))
+    verifier = Verifier(SeatSampling(6, VOCAB, CPU, ops), ops)
+    verifier.load([load(0), load(1)])
+    draws = [Draw(Seat(0), 0, 3), Draw(Seat(1), 1, 9)]
+    verifier.draw(draws, torch.zeros(2, VOCAB), None)
+    assert seen[0].position.tolist() == [3, 9]
+    assert seen[0].position.is_contiguous()
