@@ -26,9 +26,9 @@ Key = tuple[str, str]
 LIMITS = """
 **What this does not show.** A trained model: weights are random, so answers, routes of tokens to
 experts and acceptance of drafts are not natural. HTTP and tokenizers. More than one GPU, other
-GPUs, traffic that comes and goes. *Idle* is the time between steps; what a step waits for inside
-itself is not in it. Peers were measured on another day, on a GPU of the same kind, with the same
-sizes and other tokens."""
+GPUs, traffic that comes and goes. *Idle* is the device's time between steps, at least and at most;
+what a step waits for inside itself is not in it. Peers were measured on another day, on a GPU of
+the same kind, with the same sizes and other tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +103,7 @@ HEADS = (
     "cached",
     "host us a step",
     "idle",
-    "steps; graphs; late kernels",
+    "steps (launched late); graphs; late kernels",
     "peak GiB; slots",
     "peers, tok/s; TTFT",
     "bar",
@@ -160,12 +160,18 @@ def _cells(row: Row, results: Results) -> list[str]:
         _per_token(row),
         f"{best['cached_tokens']} of {best['prompt_tokens']}",
         f"{best['engine_us_per_step']:.0f} + {best['launch_us_per_step']:.0f}",
-        "-" if best["idle_between_steps"] is None else f"{100 * best['idle_between_steps']:.1f} %",
-        f"{best['steps']}; {best['graph_replays']}; {best['late_compiles']}",
+        _idle(best),
+        f"{best['steps']} ({best['late_launches']}); {best['graph_replays']};"
+        f" {best['late_compiles']}",
         f"{_show(peak)}; {best['slots_peak']}",
         _peers(row),
         "; ".join(_bars(row, results)),
     ]
+
+
+def _idle(measures: Record) -> str:
+    least, most = measures["idle_at_least"], measures["idle_at_most"]
+    return "-" if least is None else f"{100 * least:.1f} to {100 * most:.1f} %"
 
 
 def _per_token(row: Row) -> str:

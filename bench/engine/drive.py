@@ -191,6 +191,7 @@ class Run:
     def _steps(self, told: list[Track]) -> dict[str, Any]:
         """Where the time of steps went; `step_ms` is that of steps after the last first token."""
         log, steps = self.log, max(1, self.log.steps)
+        idle = log.idle()
         host = self.in_steps - log.launching - log.waiting
         longest = max((t.ask.out for t in told), default=0)
         alone = None
@@ -205,7 +206,9 @@ class Run:
             "engine_us_per_step": 1e6 * host / steps,
             "launch_us_per_step": 1e6 * log.launching / steps,
             "wait_us_per_step": 1e6 * log.waiting / steps,
-            "idle_between_steps": log.idle_share(),
+            "idle_at_least": None if idle is None else idle[0],
+            "idle_at_most": None if idle is None else idle[1],
+            "late_launches": log.late,
             "graph_replays": self.graph_replays,
             "late_compiles": self.late_compiles,
             "computed_prompt_tokens": log.prompt_tokens,

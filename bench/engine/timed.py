@@ -1,8 +1,9 @@
 """An executor that times the steps of another: where the device waits, and where the host does.
 
 On a GPU a step lies between two events of the stream, so that the time from the end of a step to
-the beginning of the next is read from the device's own clock. What a step waits for inside itself
-(launches that come too late) is not seen that way; `bench.engine.kernels` sees it.
+the beginning of the next is read from the device's own clock. A step that is launched when the
+device has nothing left to do may begin only at the end of its launch: so there are two shares of
+idle time, at least and at most. What is between is seen by `bench.engine.kernels`.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ import torch
 from millpond.plan.counts import DeviceCounts, counts_of
 from millpond.plan.step import Capabilities, Executor, Launched, StepPlan, StepResult
 
+Events = tuple[torch.cuda.Event, torch.cuda.Event]
+
 
 @dataclass(slots=True)
 class StepLog:
@@ -28,24 +31,29 @@ class StepLog:
     drawn: int = 0  # tokens that steps report
     live_rows: int = 0  # decode and verify rows
     prompt_tokens: int = 0  # tokens of prefill rows
-    events: list[tuple[torch.cuda.Event, torch.cuda.Event]] = field(default_factory=list)
+    late: int = 0  # launched when the device had nothing to do
+    launching_late: float = 0.0
+    events: list[Events] = field(default_factory=list)
     spans: list[tuple[float, float]] = field(default_factory=list)  # without a GPU: on the clock
 
-    def idle_share(self) -> float | None:
-        """Between the first step's begin and the last one's end, how much lies between steps."""
+    def idle(self) -> tuple[float, float] | None:
+        """From the first step's begin to the last one's end: the share of idle time, at least and
+        at most; None without steps.
+        """
         if self.events:
             torch.cuda.synchronize()
-            first, last = self.events[0][0], self.events[-1][1]
-            whole = first.elapsed_time(last)
+            whole = self.events[0][0].elapsed_time(self.events[-1][1]) / 1e3
             pairs = zip(self.events, self.events[1:], strict=False)
-            gaps = sum(max(0.0, a[1].elapsed_time(b[0])) for a, b in pairs)
+            gaps = sum(max(0.0, a[1].elapsed_time(b[0])) for a, b in pairs) / 1e3
         elif self.spans:
             whole = self.spans[-1][1] - self.spans[0][0]
-            pairs = zip(self.spans, self.spans[1:], strict=False)
-            gaps = sum(max(0.0, b[0] - a[1]) for a, b in pairs)
+            spans = zip(self.spans, self.spans[1:], strict=False)
+            gaps = sum(max(0.0, later[0] - earlier[1]) for earlier, later in spans)
         else:
             return None
-        return gaps / whole if whole > 0 else None
+        if whole <= 0:
+            return None
+        return gaps / whole, min(1.0, (gaps + self.launching_late) / whole)
 
 
 class Timed:
@@ -72,11 +80,14 @@ class Timed:
             self.before(log.steps)
         began = time.perf_counter()
         if self._on_gpu:
+            late = not log.events or log.events[-1][1].query()
             events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
             events[0].record()
             launched = self._inner.launch(plan)
             events[1].record()
             log.events.append(events)
+            log.late += late
+            log.launching_late += late * (time.perf_counter() - began)
         else:
             launched = self._inner.launch(plan)
         log.launching += time.perf_counter() - began

@@ -165,7 +165,8 @@ def in_short(m: dict[str, Any]) -> str:
         f"at the end {number(m['ms_per_token_at_the_end'], 2)} ms",
         f"cached {m['cached_tokens']}",
         f"host {m['engine_us_per_step']:.0f} + {m['launch_us_per_step']:.0f} us a step",
-        f"idle {number(m['idle_between_steps'], 3)}",
+        f"{m['steps']} steps ({m['late_launches']} late), {m['graph_replays']} graphs",
+        f"idle {number(m['idle_at_least'], 3)} to {number(m['idle_at_most'], 3)}",
     ]
     if m["draft_tokens"]:
         shown.append(f"accepted {m['accepted_tokens'] / m['draft_tokens']:.2f}")
