@@ -12,6 +12,7 @@ from millpond.engine.types import EngineStats
 from millpond.errors import Unavailable
 from millpond.front.startup import Startup
 from millpond.front.store_metrics import store_families
+from millpond.plan.counts import DeviceCounts
 
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
@@ -139,6 +140,8 @@ class _EngineCollector(Collector):
             yield family
         if s.store is not None:
             yield from store_families(s.store)
+        if s.device is not None:
+            yield from _device(s.device)
         yield from _drafts("millpond_", s)
         if s.accepted_per_position:  # under the names that load clients look for
             yield from _drafts("vllm:", s)
@@ -160,6 +163,20 @@ class _StartupCollector(Collector):
         for phase, seconds in dict(self._startup.seconds).items():
             family.add_metric([phase], seconds)
         yield family
+
+
+def _device(counts: DeviceCounts) -> Iterable[Metric]:
+    """Kernels and graphs; one compiled while serving is one that a request waited for."""
+    yield _counters(
+        "jit_compiles",
+        "Kernels compiled, or loaded from the cache of compiled ones",
+        "phase",
+        {"start": counts.compiles, "serving": counts.late_compiles},
+    )
+    yield _gauge("graph_captures", "Graphs of steady steps", counts.graph_captures)
+    replays = CounterMetricFamily("millpond_graph_replays", "Graphs replayed")
+    replays.add_metric([], counts.graph_replays)
+    yield replays
 
 
 def _drafts(prefix: str, s: EngineStats) -> Iterable[Metric]:
