@@ -14,7 +14,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from millpond.ops.triton.shared import kernel, log_decay, product, rounded, row_of_block, sigmoid
+from millpond.ops.triton.shared import (
+    EMULATED,
+    kernel,
+    log_decay,
+    product,
+    rounded,
+    row_of_block,
+    sigmoid,
+)
 
 LOWEST_AROUND_MIDDLE = -5.0
 """Log decays of at least this: e^(16 * 5) is the most that a sub-block's middle can meet."""
@@ -26,6 +34,30 @@ keys and queries with the decay since the chunk's start, keys with that until it
 SCALES = 4 * 64
 """fp32 numbers of a chunk when decay is by head: `since` for keys, for queries, `until` for keys,
 each [64] and with the vector's length in it, then what the chunk leaves of a state."""
+
+
+@triton.jit
+def _exp(x):
+    """e^x to 2^-21, and 0 where that is not a normal number: for what is rounded to bf16 after."""
+    if EMULATED:
+        y = tl.exp(x)
+    else:
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], tl.float32, True, 1
+        )
+    return y
+
+
+@triton.jit
+def _inverse(x):
+    """1 / x as exactly as `_exp`; 0 for infinity."""
+    if EMULATED:
+        y = 1.0 / x
+    else:
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
+        )
+    return y
 
 
 @triton.jit
@@ -154,24 +186,24 @@ def _around_middle(
     middle = (i // 32) * 32 + 15
     up = (middle[:, None] < i[None, :]) & (i[None, :] <= i[:, None])
     down = (i[:, None] < i[None, :]) & (i[None, :] <= middle[:, None])
-    which = (up.to(tl.float32) - down.to(tl.float32)).to(OPERAND)
+    which = tl.where(up, 1.0, tl.where(down, -1.0, 0.0)).to(OPERAND)
     high = rounded(g, OPERAND)
     low = rounded(g - high.to(tl.float32), OPERAND)
     about = product(which, high, OPERAND, PRECISION) + product(which, low, OPERAND, PRECISION)
-    first = tl.exp(tl.sum(tl.where((i < 16)[:, None], g, 0.0), 0))
-    between = tl.exp(tl.sum(tl.where(((i >= 16) & (i < 48))[:, None], g, 0.0), 0))
-    last = tl.exp(tl.sum(tl.where((i >= 48)[:, None], g, 0.0), 0))
+    first = _exp(tl.sum(tl.where((i < 16)[:, None], g, 0.0), 0))
+    between = _exp(tl.sum(tl.where(((i >= 16) & (i < 48))[:, None], g, 0.0), 0))
+    last = _exp(tl.sum(tl.where((i >= 48)[:, None], g, 0.0), 0))
     tl.store(fall + keys, first * between * last, mask=keys < K)
     early = (i < 32)[:, None]
 
     ks = k.to(tl.float32) * k_unit[:, None]
-    back = ks * tl.exp(-about)
+    back = ks * _exp(-about)
     until = tl.where(early, back * (between * last)[None, :], back * last[None, :])
     _store_tile(tiles + 2 * 64 * K, until, i, keys, K)
     near = tl.trans(rounded(back, OPERAND))
     # As later queries and keys see them: those of the first sub-block with the decay between.
     far = tl.trans(rounded(tl.where(early, back * between[None, :], back), OPERAND))
-    grown = tl.exp(about)
+    grown = _exp(about)
     ks *= grown
     since = tl.where(early, ks * first[None, :], ks * (first * between)[None, :])
     _store_tile(tiles, since, i, keys, K)
@@ -195,44 +227,45 @@ def _by_head(q, k, q_unit, k_unit, g, scales, i, OPERAND: tl.constexpr, PRECISIO
     tl.store(scales + 64 + i, q_unit * since)
     tl.store(scales + 2 * 64 + i, k_unit * tl.exp((total - sums).to(tl.float32)))
     tl.store(scales + 3 * 64 + i, tl.exp(total.to(tl.float32)) + i * 0.0)
-    factor = tl.exp(tl.minimum((sums[:, None] - sums[None, :]).to(tl.float32), 0.0))
-    factor *= k_unit[None, :]
+    between = tl.minimum((sums[:, None] - sums[None, :]).to(tl.float32), 0.0)
+    if tl.bfloat16 == OPERAND:
+        factor = _exp(between) * k_unit[None, :]
+    else:
+        factor = tl.exp(between) * k_unit[None, :]
     right = tl.trans(k)
-    kk = product(k, right, OPERAND, PRECISION) * (factor * k_unit[:, None])
-    qk = product(q, right, OPERAND, PRECISION) * (factor * q_unit[:, None])
+    kk = product(k, right, OPERAND, PRECISION) * factor * k_unit[:, None]
+    qk = product(q, right, OPERAND, PRECISION) * factor * q_unit[:, None]
     return kk, qk
 
 
 @triton.jit
-def _channel_decays(
-    decay_at, dt_bias, token, stride, head, keys, inside, rate, bound,
-    K: tl.constexpr, BOUNDED: tl.constexpr,
+def _channel_inputs(
+    decay_at, dt_bias, i, stride, head, keys, inside, K: tl.constexpr,
 ):  # fmt: skip
-    """Log decays of some key channels of a chunk, fp32, 0 outside."""
+    """Raw decays of some key channels of a chunk with their bias, fp32."""
     own = head * K + keys
     bias = tl.load(dt_bias + own, mask=keys < K, other=0.0).to(tl.float32)
-    raw = tl.load(decay_at + token[:, None] * stride + own[None, :], mask=inside, other=0.0)
-    g = log_decay(raw.to(tl.float32), rate, bias[None, :], bound, BOUNDED)
-    return tl.where(inside, g, 0.0)
+    raw = tl.load(decay_at + i[:, None] * stride + own[None, :], mask=inside, other=0.0)
+    return raw.to(tl.float32) + bias[None, :]
 
 
 @triton.jit
 def _bounded(
-    q_rows, k_rows, q_unit, k_unit, decay_at, dt_bias, token, stride, head, live, rate, bound,
-    tiles, fall, i, K: tl.constexpr, KP: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
-    BOUNDED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    q_at, k_at, q_stride, k_stride, q_unit, k_unit, decay_at, dt_bias, decay_stride, head, left,
+    rate, bound, tiles, fall, i,
+    K: tl.constexpr, KP: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """As `_by_channel` where decay is bounded: some key channels after others."""
     kk = tl.zeros([64, 64], tl.float32)
     qk = tl.zeros([64, 64], tl.float32)
     for part in tl.range(0, KP, PART, num_stages=STAGES):
         keys = part + tl.arange(0, PART)
-        inside = live[:, None] & (keys < K)[None, :]
-        q = tl.load(q_rows + keys[None, :], mask=inside, other=0.0)
-        k = tl.load(k_rows + keys[None, :], mask=inside, other=0.0)
-        g = _channel_decays(
-            decay_at, dt_bias, token, stride, head, keys, inside, rate, bound, K, BOUNDED
-        )
+        inside = (i < left)[:, None] & (keys < K)[None, :]
+        raw = _channel_inputs(decay_at, dt_bias, i, decay_stride, head, keys, inside, K)
+        g = tl.where(inside, bound * _inverse(1.0 + _exp(raw * -rate)), 0.0)
+        q = tl.load(q_at + i[:, None] * q_stride + keys[None, :], mask=inside, other=0.0)
+        k = tl.load(k_at + i[:, None] * k_stride + keys[None, :], mask=inside, other=0.0)
         kk, qk = _around_middle(
             q, k, q_unit, k_unit, g, kk, qk, tiles, fall, i, keys, K, OPERAND, PRECISION
         )
@@ -291,39 +324,43 @@ def _prepare(
             tl.store(due + block, to)
         i = tl.arange(0, 64)
         keys = tl.arange(0, KP)
-        key_head = head // (H // HK)
-        live = i < length - first
-        token = begin + first + i
+        left = tl.minimum(length - first, 64).to(tl.int32)
+        live = i < left
         inside = live[:, None] & (keys < K)[None, :]
-        record = work + (block.to(tl.int64) * H + head) * RECORD
-        numbers = scales + (block.to(tl.int64) * H + head) * NUMBERS
+        token = begin + first
+        place = block.to(tl.int64) * H + head
+        record = work + place * RECORD
+        numbers = scales + place * NUMBERS
         rate = tl.exp(tl.load(a_log + head).to(tl.float32))
-        weight = tl.load(beta + token * beta_stride + head, mask=live, other=0.0)
-        weight = tl.where(live, sigmoid(weight.to(tl.float32)), 0.0)
-        own = key_head * K + keys
-        q_rows = q_at + token[:, None] * q_stride
-        k_rows = k_at + token[:, None] * k_stride
-        q = tl.load(q_rows + own[None, :], mask=inside, other=0.0)
-        k = tl.load(k_rows + own[None, :], mask=inside, other=0.0)
+        weight = tl.load(beta + token * beta_stride + head + i * beta_stride, mask=live, other=0.0)
+        if tl.bfloat16 == OPERAND:
+            weight = _inverse(1.0 + _exp(-weight.to(tl.float32)))
+        else:
+            weight = sigmoid(weight.to(tl.float32))
+        weight = tl.where(live, weight, 0.0)
+        q_at += token * q_stride + (head // (H // HK)) * K
+        k_at += token * k_stride + (head // (H // HK)) * K
+        decay_at += token * decay_stride
+        q = tl.load(q_at + i[:, None] * q_stride + keys[None, :], mask=inside, other=0.0)
+        k = tl.load(k_at + i[:, None] * k_stride + keys[None, :], mask=inside, other=0.0)
         q_unit = _unit_rows(q.to(tl.float32), EPS) * (K**-0.5)
         k_unit = _unit_rows(k.to(tl.float32), EPS)
         if AROUND_MIDDLE:
             kk, qk = _bounded(
-                q_rows + key_head * K, k_rows + key_head * K, q_unit, k_unit,
-                decay_at, dt_bias, token, decay_stride, head, live, rate, bound,
-                record + 2 * 4096, numbers, i, K, KP, PART, STAGES, BOUNDED, OPERAND, PRECISION,
+                q_at, k_at, q_stride, k_stride, q_unit, k_unit, decay_at, dt_bias, decay_stride,
+                head, left, rate, bound, record + 2 * 4096, numbers, i,
+                K, KP, PART, STAGES, OPERAND, PRECISION,
             )  # fmt: skip
         elif BY_CHANNEL:
-            g = _channel_decays(
-                decay_at, dt_bias, token, decay_stride, head, keys, inside, rate, bound, K, BOUNDED
-            )
+            raw = _channel_inputs(decay_at, dt_bias, i, decay_stride, head, keys, inside, K)
+            g = tl.where(inside, log_decay(raw, rate, 0.0, bound, BOUNDED), 0.0)
             kk, qk = _by_channel(
                 q, k, q_unit, k_unit, g, record + 2 * 4096, numbers, i, keys,
                 K, KP, OPERAND, PRECISION,
             )  # fmt: skip
         else:
             bias = tl.load(dt_bias + head).to(tl.float32)
-            raw = tl.load(decay_at + token * decay_stride + head, mask=live, other=0.0)
+            raw = tl.load(decay_at + i * decay_stride + head, mask=live, other=0.0)
             g = tl.where(live, log_decay(raw.to(tl.float32), rate, bias, bound, BOUNDED), 0.0)
             kk, qk = _by_head(q, k, q_unit, k_unit, g, numbers, i, OPERAND, PRECISION)
         kind = work.dtype.element_ty
