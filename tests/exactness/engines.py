@@ -42,7 +42,10 @@ class Ask:
 
 @dataclass(frozen=True)
 class House:
-    """How an engine is built: pool sizes and settings; `fail_at` is a step that fails."""
+    """How an engine is built: pool sizes and settings; `fail_at` is a step that fails.
+
+    With `runs_ahead` two steps may be in flight; `late` ones run when their result is asked for.
+    """
 
     num_slots: int = 24
     num_pages: int = 64
@@ -50,6 +53,8 @@ class House:
     num_drafts: int = 0
     fail_at: int | None = None
     count_writes: bool = False
+    runs_ahead: bool = False
+    late: bool = False
     settings: dict[str, Any] = field(default_factory=dict)
 
 
@@ -113,6 +118,7 @@ def make_engine(
     num_drafts: int = 0,
     settings: dict[str, Any] | None = None,
     count_writes: bool = False,
+    runs_ahead: bool = False,
 ) -> tuple[Engine, RecordingExecutor]:
     """A fresh engine on a fresh rank, audited and poisoned."""
     found = executor(
@@ -124,6 +130,7 @@ def make_engine(
         num_seats=num_seats,
         num_drafts=num_drafts,
         count_writes=count_writes,
+        runs_ahead=runs_ahead,
     )
     given: dict[str, Any] = {
         "max_batch_size": num_seats,
@@ -160,8 +167,9 @@ def serve(
         num_drafts=house.num_drafts,
         settings=house.settings,
         count_writes=house.count_writes,
+        runs_ahead=house.runs_ahead,
     )
-    found.fail_at = house.fail_at
+    found.fail_at, found.late = house.fail_at, house.late
     if proposer is not None:
         found.worker.runner.proposer = proposer
     streams: dict[int, RequestStream] = {}
@@ -191,6 +199,8 @@ def serve(
         engine.step()
         step += 1
         assert step < 4000, "the engine does not come to an end"
+    while engine.step():
+        pass  # what was launched ahead of the last end
     served = Served([], [], [], [], engine.stats(), found, engine)
     for number, ask in enumerate(asks):
         told, cached, drafts = _drain(streams[number], ask.params.n)

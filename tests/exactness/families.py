@@ -18,6 +18,7 @@ from millpond.memory.layout import ModelLayout
 from millpond.models.base import Description, Model, describe
 from millpond.models.weights import Dummy, Weights
 from millpond.ops.bind import AUTO, Bound, bind
+from millpond.runtime.graphs import CallAgain
 from millpond.runtime.worker import Worker
 from tests.support.products import with_products
 from tests.support.recording import RecordingExecutor, Truth
@@ -121,7 +122,8 @@ OTHERS: dict[str, dict[str, Any]] = {
 class Kind:
     """A family's model, where it computes and in what.
 
-    `products` says how it multiplies: see `tests.support.products`.
+    `products` says how it multiplies: see `tests.support.products`. `recorded`: steps of live rows
+    are replayed where two may be in flight, as a graph on a GPU.
     """
 
     family: str
@@ -129,6 +131,7 @@ class Kind:
     dtype: torch.dtype = torch.float32
     products: str = "own"
     backend: str = AUTO
+    recorded: bool = False
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
@@ -175,6 +178,7 @@ def executor(
     num_seats: int = 8,
     num_drafts: int = 0,
     count_writes: bool = False,
+    runs_ahead: bool = False,
 ) -> RecordingExecutor:
     """A fresh rank with poisoned arenas. Writes of kernels cannot be counted, only compared."""
     found = built(family)
@@ -193,6 +197,9 @@ def executor(
         eos_token_ids=(VOCAB - 1,),
         num_threads=1,
         debug_poison=True,
+        runs_ahead=runs_ahead,
     )
+    if found.kind.recorded and runs_ahead:
+        worker.runner.capture(capturer=CallAgain() if device.type == "cpu" else None)
     counts = count_writes and device.type == "cpu"
     return RecordingExecutor(worker, truth, where, count_writes=counts)

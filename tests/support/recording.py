@@ -55,6 +55,17 @@ class Truth:
             )
 
 
+class Later:
+    """A plan that runs when its result is asked for."""
+
+    def __init__(self, run: Callable[[StepPlan], StepResult], plan: StepPlan) -> None:
+        self._run, self._plan = run, plan
+
+    def result(self) -> StepResult:
+        """Run it now."""
+        return self._run(self._plan)
+
+
 class RecordingExecutor:
     """Runs plans inline; notes what each wrote, and that it wrote nothing else."""
 
@@ -69,6 +80,7 @@ class RecordingExecutor:
         self.bytes_beyond: list[str] = []  # writes that no row of the plan asked for
         self.during: Callable[[StepPlan], None] | None = None  # as the forward begins
         self.fail_at: int | None = None  # the number of a call that runs and is then called failed
+        self.late = False  # plans run when their results are asked for
         self.slot_bytes_written = 0  # poison left out
         self.num_states = 0  # slots looked at, every published one among them
         self._left: tuple[torch.Tensor, torch.Tensor] | None = None
@@ -90,7 +102,7 @@ class RecordingExecutor:
 
     def launch(self, plan: StepPlan) -> Launched:
         """Run, compare, note."""
-        return Ended.inline(self._launch, plan)
+        return Later(self._launch, plan) if self.late else Ended.inline(self._launch, plan)
 
     def _launch(self, plan: StepPlan) -> StepResult:
         self.look_between_steps()
@@ -102,15 +114,19 @@ class RecordingExecutor:
         self._left = (snapshot(self.arenas.slots), snapshot(self.arenas.pages))
         self.plans.append(plan)
         if len(self.plans) == self.fail_at:
+            for failed in plan.prefill + plan.decode + plan.verify:
+                self._known.pop(failed.seat, None)
             raise StepFailed("planted")
         for load in plan.seat_loads:
             self._known[load.seat] = (list(load.tokens), load.prompt_len)
         for row in plan.prefill + plan.decode:
             self._note(row, row in plan.prefill, result)
         for verifying in plan.verify:
-            self._note_verify(verifying, result)
+            if verifying.seat in self._known:  # else it goes on from a step that failed
+                self._note_verify(verifying, result)
         for emitted in result.emitted:
-            self._known[emitted.seat][0].append(emitted.token)
+            if emitted.seat in self._known:
+                self._known[emitted.seat][0].append(emitted.token)
         return result
 
     def look_between_steps(self) -> None:
@@ -147,24 +163,25 @@ class RecordingExecutor:
         tokens, _ = self._known[row.seat]
         del tokens[row.start + len(row.tokens) :]
         tokens[row.start :] = row.tokens
-        self._note_row(row, row.exports, result)
+        self._note_row(row, row.end, row.exports, result)
 
     def _note_verify(self, row: VerifyRow, result: StepResult) -> None:
-        if len(self._known[row.seat][0]) != row.end:
+        end = len(self._known[row.seat][0])
+        if not row.start < end <= row.end or (end < row.end and not self.capabilities.runs_ahead):
             self.bytes_beyond.append(f"{row.request} verifies from {row.end}, not from its last")
-        self._note_row(row, () if row.export is None else (row.export,), result)
+        self._note_row(row, end, () if row.export is None else (row.export,), result)
 
     def _note_row(
-        self, row: Row | VerifyRow, exports: tuple[Export, ...], result: StepResult
+        self, row: Row | VerifyRow, row_end: int, exports: tuple[Export, ...], result: StepResult
     ) -> None:
         tokens, prompt_len = self._known[row.seat]
         written = {(w.slot, w.end) for w in result.written}
-        outputs = [(row.state_out, row.end), *((e.slot, e.end) for e in exports)]
+        outputs = [(row.state_out, row_end), *((e.slot, e.end) for e in exports)]
         for slot, end in outputs:
             if (slot, end) in written:
                 self._note_entry("state", self.arenas.slots, slot, tokens[:end], prompt_len, row)
         table = self.worker.runner.staging.page_table[row.seat].tolist()
-        for index in range(row.start // PAGE_SIZE, row.end // PAGE_SIZE):
+        for index in range(row.start // PAGE_SIZE, row_end // PAGE_SIZE):
             prefix = tokens[: (index + 1) * PAGE_SIZE]
             self._note_entry("page", self.arenas.pages, table[index], prefix, prompt_len, row)
 

@@ -1,0 +1,83 @@
+"""Two steps in flight change no text, no state and no page: whoever ends, and whatever is saved."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from msgspec.structs import replace
+
+from millpond.plan.sampling import SamplingParams
+from tests.exactness.engines import Ask, House, Served
+from tests.exactness.families import FAMILIES
+from tests.exactness.prompts import BASE, OTHER, PROMPTS
+from tests.exactness.test_speculation import ALONG, NO_CACHE, WEIGHED, alone, check
+
+KS = (0, 1, 3)
+GREEDY = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
+SEEDED = SamplingParams(max_tokens=24, temperature=1.0, top_p=0.9, seed=7, ignore_eos=True)
+SEVERAL = SamplingParams(max_tokens=12, temperature=1.2, top_k=30, seed=3, n=2, ignore_eos=True)
+ASKS = (Ask(PROMPTS[4], GREEDY), Ask(PROMPTS[2], SEEDED), Ask(BASE[:126], SEVERAL))
+"""Prompts of 127, 64 and 126 tokens: answers cross pages, and anchors where they are kept."""
+
+
+def ahead(family: str, k: int, asks: list[Ask], settings: dict[str, Any], **house: Any) -> Served:
+    """Serve with two steps in flight; drafts are right at random."""
+    dice = random.Random(k)
+    settings = {"max_prefill_tokens": 512, **settings}
+    made = House(num_drafts=k, runs_ahead=True, settings=settings, **house)
+    served = check(family, made, asks, lambda: dice.randint(0, k))
+    assert served.stats.steps_ahead > 0
+    return served
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("k", KS)
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("settings", [ALONG, NO_CACHE], ids=["caching", "no-caching"])
+def test_texts_are_those_of_one_step_at_a_time(
+    family: str, k: int, late: bool, settings: dict[str, Any]
+) -> None:
+    later = [Ask(ask.tokens, ask.params, arrives=30) for ask in ASKS]
+    served = ahead(family, k, [*ASKS, *later], settings, late=late)
+    assert served.stats.steps_ahead > served.stats.steps // 2
+    assert not any(plan.decode for plan in served.executor.plans)
+    hits = [0, 0, 64, 64, 0, 64]
+    assert served.cached[3:] == (hits[3:] if settings is ALONG else [0, 0, 0])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("k", KS)
+def test_what_a_step_does_for_those_who_have_stopped_is_thrown_away(family: str, k: int) -> None:
+    asks = []
+    for ask, at in zip(ASKS, (3, 9, 5), strict=True):
+        stop = alone(family, ask.tokens, ask.params).texts[0][0][at]
+        asks.append(Ask(ask.tokens, replace(ask.params, stop_token_ids=(stop,))))
+    asks += [Ask(ask.tokens, ask.params, arrives=12) for ask in asks]
+    served = ahead(family, k, asks, ALONG)
+    assert served.stats.rows_wasted > 0
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("k", KS)
+def test_aborts_and_failures_with_two_steps_in_flight(family: str, k: int) -> None:
+    asks = [
+        Ask(PROMPTS[4], GREEDY, aborted=4),
+        Ask(PROMPTS[2], SEEDED, cut=6),
+        Ask(BASE[:126], SEVERAL),
+        Ask(PROMPTS[4], GREEDY, arrives=5),
+        Ask(PROMPTS[2], SEEDED, arrives=8),
+    ]
+    for late in (False, True):
+        served = ahead(family, k, asks, ALONG, fail_at=14, late=late)
+        assert served.stats.rows_wasted > 0
+        assert served.stats.steps_failed == 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("k", KS)
+def test_rows_that_need_more_than_the_device_has_go_one_step_at_a_time(family: str, k: int) -> None:
+    asks = [Ask(OTHER[:118], WEIGHED), Ask(PROMPTS[4], replace(GREEDY, max_tokens=40))]
+    served = ahead(family, k, asks, ALONG)
+    assert 0 < served.stats.steps_ahead < served.stats.steps - 3
