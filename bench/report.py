@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import peers
+from bench.engine.ceilings import least_seconds
 
 Record = dict[str, Any]
 Key = tuple[str, str]
@@ -98,6 +99,7 @@ HEADS = (
     "asked",
     "trials",
     "output tok/s, best (median)",
+    "of the ceiling",
     "TTFT s, mean / p50 / p99",
     "ms a token",
     "cached",
@@ -156,6 +158,7 @@ def _cells(row: Row, results: Results) -> list[str]:
         asked + accepted,
         str(len(row.trials)),
         f"{_show(best['output_tokens_per_s'])} ({_show(row.median('output_tokens_per_s'))})",
+        _of_ceiling(row),
         times,
         _per_token(row),
         f"{best['cached_tokens']} of {best['prompt_tokens']}",
@@ -167,6 +170,13 @@ def _cells(row: Row, results: Results) -> list[str]:
         _peers(row),
         "; ".join(_bars(row, results)),
     ]
+
+
+def _of_ceiling(row: Row) -> str:
+    """The least time of the work, by bytes and products alone, as a share of what it took."""
+    least = least_seconds(*row.key, row.asked) if row.has_peers else None
+    took = row.best["ttft_mean_s" if row.key[0] == "E" else "wall_s"]
+    return "-" if least is None or not took else f"{least / took:.0%} ({_show(least)} s)"
 
 
 def _idle(measures: Record) -> str:

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 
 from bench import report
+from bench.engine.ceilings import least_seconds, prompt_seconds, step_seconds
 from bench.engine.drive import Run, Watched
 from bench.engine.tower import build
 from bench.engine.traffic import Draw, at_once
 from bench.engine.workloads import WORKLOADS, Scale
 
 Record = dict[str, Any]
+TALK = dict(conversations=16, turns=6, more=1024, out=64)
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +60,7 @@ def trial(run: str, measures: Record, workload: str, variant: str = "", **of: An
         workload=workload,
         variant=variant,
         trial=of.pop("trial", 1),
-        asked=dict(requests=1),
+        asked=of.pop("asked", TALK if workload == "D" else dict(requests=1, prompt=512, out=256)),
         measures=measures | of,
     )
 
@@ -119,6 +121,21 @@ def test_a_shorter_time_is_the_better_one(measures: Record) -> None:
 
     assert "met: 1.042 of 1.0375" in told(0.96)
     assert "missed: 0.962 of 1.0375" in told(1.04)
+
+
+def test_the_least_time_of_a_workload_follows_from_bytes_and_products(measures: Record) -> None:
+    # As worked out by hand for the peers: a step of A and of B, and the prompts of C.
+    assert step_seconds(1, 640) == pytest.approx(1.99e-3, rel=0.01)
+    assert step_seconds(64, 1280) == pytest.approx(4.14e-3, rel=0.01)
+    assert 64 * prompt_seconds(0, 8192) == pytest.approx(6.0, rel=0.03)
+    sizes = dict(requests=64, prompt=8192, shared=4096, out=128)
+    off, on, warm = (least_seconds("C", name, sizes) for name in ("off", "on", "on, warm"))
+    assert off == least_seconds("C", "on, no hits", sizes | dict(shared=0))
+    assert warm < on < 0.6 * off
+    assert least_seconds("D", "on", TALK) < 0.5 * least_seconds("D", "off", TALK)
+    assert least_seconds("G", "burst, on", {}) is None
+    found = text_of(tower("1"), trial("1", measures, "C", "off", asked=sizes, wall_s=2 * off))
+    assert "| 50% (" in row(found, "C off")
 
 
 def test_memory_of_a_sequence_is_held_against_its_bar(measures: Record) -> None:
