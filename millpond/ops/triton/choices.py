@@ -29,7 +29,6 @@ class TokenChoice:
     """A program's tile of the per-token delta rule; decode and verify must agree on it."""
 
     values: int = 32  # value channels of one head
-    span: int = 32  # consecutive keys of one value channel, four a thread
     warps: int = 1
 
 

@@ -7,13 +7,13 @@ on the same tile, so that speculation and plain decode fold the same tokens to t
 read the same outputs. q, k, v may be views of wider rows.
 
 What bounds verify is not its bytes but the sums over keys, two a token. So a row of the tile lies
-in few threads: the tile is [SPANS, BV, SPAN] with key = span * SPAN + place, which makes Triton
-give a row to SPAN / 4 threads that hold all spans of it; most of a sum is then made within a
-thread, the rest in log2(SPAN / 4) shuffles. And a token's two sums are of the state before it,
-S D k and S D q (D its decay), so neither waits for the other: its output is S D q + (q k) e with
-e its error, and the state itself is touched once more only, S D + e k^T. A form with all sums of a
-run of tokens at once (small matrices) would read the state less often, but round otherwise than
-plain decode does; it was slower, too.
+in few threads: the tile is four of [BV, K / 4], for which Triton gives a row to K / 16 threads, and
+the same ones in each; most of a sum is then made within a thread, by multiply-adds across the four,
+the rest in log2(K / 16) shuffles. And a token's two sums are of the state before it, S D k and
+S D q (D its decay), so neither waits for the other: its output is S D q + (q k) e with e its error,
+and the state itself is touched once more only, S D + e k^T. A form with all sums of a run of tokens
+at once (small matrices) would read the state less often, but round otherwise than plain decode
+does; it was slower, too.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def head_shape(
     """What the kernels specialise on, all of it the model's: heads, sizes, the kind of decay."""
     heads, v_dim = v.shape[1:]
     key_heads, k_dim = k.shape[1:]
-    span = min(choice.span, power_of_two(k_dim))
+    span = max(power_of_two(k_dim) // 4, 1)
     values = min(choice.values, power_of_two(v_dim))
     by_channel = decay.ndim == 3
     vectors = (q, k, *others) if by_channel else (q, k, *others[:1])
@@ -131,44 +131,51 @@ def head_shape(
         "HK": key_heads,
         "K": k_dim,
         "V": v_dim,
-        "SPANS": power_of_two(k_dim) // span,
         "SPAN": span,
         "BV": values,
         "BY_CHANNEL": by_channel,
         "BOUNDED": gate.lower_bound is not None,
         "ALIGNED": aligned(*vectors, *((decay,) if by_channel else ())) and k_dim % 16 == 0,
-        "FULL": power_of_two(k_dim) == k_dim and v_dim % values == 0,
+        "FULL": 4 * span == k_dim and v_dim % values == 0,
         # Fewer elements than the threads can hold: some are held by several.
-        "DOUBLED": power_of_two(k_dim) * values < 128 * choice.warps,
+        "DOUBLED": span * values < 128 * choice.warps,
         "EPS": NORM_EPS,
     }
 
 
 @triton.jit
-def key_places(SPANS: tl.constexpr, SPAN: tl.constexpr):
-    """The key channels as the tile has them: [SPANS, SPAN]."""
-    return tl.arange(0, SPANS)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
-
-
-@triton.jit
 def over_keys(x):
-    """x [SPANS, SPAN] summed."""
+    """x [4, SPAN] summed."""
     return tl.sum(tl.sum(x, 0), 0)
 
 
 @triton.jit
+def in_four(x):
+    """x [4, SPAN] as four of [SPAN], as the tiles of a state have their keys."""
+    pairs = tl.reshape(tl.trans(x), (x.shape[1], 2, 2))
+    even, odd = tl.split(pairs)
+    first, third = tl.split(even)
+    second, fourth = tl.split(odd)
+    return first, second, third, fourth
+
+
+@triton.jit
 def read_by(s, x):
-    """s [SPANS, BV, SPAN] times the vector x [SPANS, SPAN]: [BV]."""
-    return tl.sum(tl.sum(s * x[:, None, :], 0), 1)
+    """s, four of [BV, SPAN], times x, four of [SPAN]: [BV]."""
+    total = s[0] * x[0][None, :]
+    total += s[1] * x[1][None, :]
+    total += s[2] * x[2][None, :]
+    total += s[3] * x[3][None, :]
+    return tl.sum(total, 1)
 
 
 @triton.jit
 def load_keys(at, keys, K: tl.constexpr, ALIGNED: tl.constexpr):
-    """A vector of K channels [SPANS, SPAN], in fp32."""
+    """A vector of K channels [4, SPAN], in fp32."""
     places = at + keys
     if ALIGNED:
         places = tl.multiple_of(places, (16, 16))
-    if keys.shape[0] * keys.shape[1] == K:
+    if 4 * keys.shape[1] == K:
         x = tl.load(places)
     else:
         x = tl.load(places, mask=keys < K, other=0.0)
@@ -177,7 +184,7 @@ def load_keys(at, keys, K: tl.constexpr, ALIGNED: tl.constexpr):
 
 @triton.jit
 def unit(x, EPS: tl.constexpr):
-    """x [SPANS, SPAN] to unit length."""
+    """x [4, SPAN] to unit length."""
     return x * tl.rsqrt(over_keys(x * x) + EPS)
 
 
@@ -189,7 +196,7 @@ def load_token(
 ):  # fmt: skip
     """Unit key, value, what decay keeps, and weight of the token that the pointers are at.
 
-    `bias` and what is kept are [SPANS, SPAN] when the decay is by channel, else one number.
+    `bias` and what is kept are [4, SPAN] when the decay is by channel, else one number.
     """
     kn = unit(load_keys(k, keys, K, ALIGNED), EPS)
     vs = tl.load(v + values, mask=values < V, other=0.0).to(tl.float32)
@@ -203,77 +210,108 @@ def load_token(
 
 @triton.jit
 def load_query(q, keys, K: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr):
-    """The token's query [SPANS, SPAN], scaled."""
+    """The token's query [4, SPAN], scaled."""
     return unit(load_keys(q, keys, K, ALIGNED), EPS) * (K**-0.5)
 
 
 @triton.jit
 def read_decayed(s, x, keep, BY_CHANNEL: tl.constexpr):
-    """What x [SPANS, SPAN] reads of s [SPANS, BV, SPAN] after the decay: [BV]."""
+    """What x [4, SPAN] reads of s, four of [BV, SPAN], after the decay: [BV]."""
     if BY_CHANNEL:
-        read = read_by(s, keep * x)
+        read = read_by(s, in_four(keep * x))
     else:
-        read = keep * read_by(s, x)
+        read = keep * read_by(s, in_four(x))
     return read
 
 
 @triton.jit
 def advance(s, error, kn, keep, BY_CHANNEL: tl.constexpr):
-    """s [SPANS, BV, SPAN] after a token of this error [BV]."""
+    """s, four of [BV, SPAN], after a token of this error [BV]."""
+    e = error[:, None]
+    k = in_four(kn)
     if BY_CHANNEL:
-        s = s * keep[:, None, :]
+        d = in_four(keep)
+        s0 = s[0] * d[0][None, :] + e * k[0][None, :]
+        s1 = s[1] * d[1][None, :] + e * k[1][None, :]
+        s2 = s[2] * d[2][None, :] + e * k[2][None, :]
+        s3 = s[3] * d[3][None, :] + e * k[3][None, :]
     else:
-        s = s * keep
-    return s + error[None, :, None] * kn[:, None, :]
+        s0 = s[0] * keep + e * k[0][None, :]
+        s1 = s[1] * keep + e * k[1][None, :]
+        s2 = s[2] * keep + e * k[2][None, :]
+        s3 = s[3] * keep + e * k[3][None, :]
+    return s0, s1, s2, s3
 
 
 @triton.jit
-def state_places(head, keys, values, K: tl.constexpr, V: tl.constexpr):
-    """Where the tile lies in a slot: [SPANS, BV, SPAN]."""
-    return head * (V * K) + values[None, :, None] * K + keys[:, None, :]
+def tile_places(head, values, K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr):
+    """Where the first of a tile's four lies in a slot, [BV, SPAN]; the others follow each other."""
+    return head * (V * K) + values[:, None] * K + tl.arange(0, SPAN)[None, :]
+
+
+@triton.jit
+def _inside(slot, values, four, K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr):
+    """Which elements of one of a tile's four there are: none without a slot."""
+    there = values < tl.where(slot >= 0, V, 0)
+    return there[:, None] & (four * SPAN + tl.arange(0, SPAN) < K)[None, :]
 
 
 @triton.jit
 def load_state(
-    bank, slot, head, keys, values, stride, K: tl.constexpr, V: tl.constexpr, FULL: tl.constexpr
-):
-    """One head's rows `values` of a slot [SPANS, BV, SPAN] fp32; zero where there is no slot."""
-    at = bank + tl.maximum(slot, 0) * stride + state_places(head, keys, values, K, V)
+    bank, slot, head, values, stride,
+    K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """One head's rows `values` of a slot, four of [BV, SPAN] fp32; zero where there is no slot."""
+    at = bank + tl.maximum(slot, 0) * stride + tile_places(head, values, K, V, SPAN)
     if FULL:
         if slot >= 0:
-            s = tl.load(at)
+            s0 = tl.load(at)
+            s1 = tl.load(at + SPAN)
+            s2 = tl.load(at + 2 * SPAN)
+            s3 = tl.load(at + 3 * SPAN)
         else:
-            s = tl.zeros([keys.shape[0], values.shape[0], keys.shape[1]], tl.float32)
+            s0 = tl.zeros([values.shape[0], SPAN], tl.float32)
+            s1 = tl.zeros([values.shape[0], SPAN], tl.float32)
+            s2 = tl.zeros([values.shape[0], SPAN], tl.float32)
+            s3 = tl.zeros([values.shape[0], SPAN], tl.float32)
     else:
-        inside = (values < tl.where(slot >= 0, V, 0))[None, :, None] & (keys < K)[:, None, :]
-        s = tl.load(at, mask=inside, other=0.0)
-    return s
+        s0 = tl.load(at, mask=_inside(slot, values, 0, K, V, SPAN), other=0.0)
+        s1 = tl.load(at + SPAN, mask=_inside(slot, values, 1, K, V, SPAN), other=0.0)
+        s2 = tl.load(at + 2 * SPAN, mask=_inside(slot, values, 2, K, V, SPAN), other=0.0)
+        s3 = tl.load(at + 3 * SPAN, mask=_inside(slot, values, 3, K, V, SPAN), other=0.0)
+    return s0, s1, s2, s3
 
 
 @triton.jit
 def store_state(
-    bank, slot, s, head, keys, values, stride, K: tl.constexpr, V: tl.constexpr,
-    FULL: tl.constexpr, DOUBLED: tl.constexpr,
+    bank, slot, s, head, values, stride,
+    K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr, FULL: tl.constexpr,
+    DOUBLED: tl.constexpr,
 ):  # fmt: skip
-    """s [SPANS, BV, SPAN] into one head's rows of a slot, unless there is none.
+    """s, four of [BV, SPAN], into one head's rows of a slot, unless there is none.
 
     Where elements are held by several threads each, all have read the slot before one overwrites
     it.
     """
     if DOUBLED:
         tl.debug_barrier()
-    at = bank + tl.maximum(slot, 0) * stride + state_places(head, keys, values, K, V)
+    at = bank + tl.maximum(slot, 0) * stride + tile_places(head, values, K, V, SPAN)
     if FULL:
         if slot >= 0:
-            tl.store(at, s)
+            tl.store(at, s[0])
+            tl.store(at + SPAN, s[1])
+            tl.store(at + 2 * SPAN, s[2])
+            tl.store(at + 3 * SPAN, s[3])
     else:
-        inside = (values < tl.where(slot >= 0, V, 0))[None, :, None] & (keys < K)[:, None, :]
-        tl.store(at, s, mask=inside)
+        tl.store(at, s[0], mask=_inside(slot, values, 0, K, V, SPAN))
+        tl.store(at + SPAN, s[1], mask=_inside(slot, values, 1, K, V, SPAN))
+        tl.store(at + 2 * SPAN, s[2], mask=_inside(slot, values, 2, K, V, SPAN))
+        tl.store(at + 3 * SPAN, s[3], mask=_inside(slot, values, 3, K, V, SPAN))
 
 
 @triton.jit
 def load_gate(a_log, dt_bias, head, keys, K: tl.constexpr, BY_CHANNEL: tl.constexpr):
-    """The rate, and the bias: [SPANS, SPAN] when the decay is by channel, else one number."""
+    """The rate, and the bias: [4, SPAN] when the decay is by channel, else one number."""
     rate = tl.exp(tl.load(a_log + head).to(tl.float32))
     if BY_CHANNEL:
         bias = tl.load(dt_bias + head * K + keys, mask=keys < K, other=0.0).to(tl.float32)
@@ -289,7 +327,7 @@ def _decode(
     num_rows, num_exports, bound,
     q_stride, k_stride, v_stride, decay_stride, beta_stride, bank_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    SPANS: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr,
+    SPAN: tl.constexpr, BV: tl.constexpr,
     BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
     DOUBLED: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -298,13 +336,13 @@ def _decode(
     row = tl.program_id(2)
     first = (tl.program_id(0) == 0) & (head == 0)
     of = num_rows + num_exports
-    keys = key_places(SPANS, SPAN)
+    keys = tl.arange(0, 4)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     values = tl.program_id(0) * BV + tl.arange(0, BV)
     rate, bias = load_gate(a_log, dt_bias, head, keys, K, BY_CHANNEL)
     begin = tl.load(cu_seqlens + row).to(tl.int64)
     length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
     slot = tl.load(state_in + row).to(tl.int64)
-    s = load_state(bank, slot, head, keys, values, bank_stride, K, V, FULL)
+    s = load_state(bank, slot, head, values, bank_stride, K, V, SPAN, FULL)
     key_head = head // (H // HK)
     of_decay = head * K if BY_CHANNEL else head
     for step in range(length):
@@ -324,9 +362,9 @@ def _decode(
             offset = tl.load(export_offset + e).to(tl.int64)
             if (tl.load(export_row + e) == row) & (offset == step + 1):
                 to = tl.load(export_slot + e).to(tl.int64)
-                store_state(bank, to, s, head, keys, values, bank_stride, K, V, FULL, DOUBLED)
+                store_state(bank, to, s, head, values, bank_stride, K, V, SPAN, FULL, DOUBLED)
     to = tl.load(state_out + row).to(tl.int64)
-    store_state(bank, to, s, head, keys, values, bank_stride, K, V, FULL, DOUBLED)
+    store_state(bank, to, s, head, values, bank_stride, K, V, SPAN, FULL, DOUBLED)
     told(report, row, of, to, length, True, first)
     for e in range(num_exports):
         if tl.load(export_row + e) == row:
@@ -352,7 +390,7 @@ def _verify(
     bank_stride, ring_decay_stride, ring_beta_stride,
     MOST: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    SPANS: tl.constexpr, SPAN: tl.constexpr, BV: tl.constexpr,
+    SPAN: tl.constexpr, BV: tl.constexpr,
     BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, FULL: tl.constexpr,
     DOUBLED: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
@@ -364,7 +402,7 @@ def _verify(
     row = tl.program_id(2)
     wide = row.to(tl.int64)
     first = (tl.program_id(0) == 0) & (head == 0)
-    keys = key_places(SPANS, SPAN)
+    keys = tl.arange(0, 4)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
     values = tl.program_id(0) * BV + tl.arange(0, BV)
     seat = tl.load(seats + row).to(tl.int64)
     slot = tl.load(state_in + row).to(tl.int64)
@@ -384,7 +422,7 @@ def _verify(
         per_token = H * K if BY_CHANNEL else H
         ring_d = ring_decay + seat * ring_decay_stride + of_decay
         ring_b = ring_beta + seat * ring_beta_stride + head
-        s = load_state(bank, slot, head, keys, values, bank_stride, K, V, FULL)
+        s = load_state(bank, slot, head, values, bank_stride, K, V, SPAN, FULL)
         for own in range(-replayed.to(tl.int32), drafts + 1):
             if own < 0:
                 entry = replayed + own
@@ -415,12 +453,12 @@ def _verify(
             if (own < drafts) | (own == 0):  # nobody looks at what the last draft leaves
                 s = advance(s, error, kn, keep, BY_CHANNEL)
             if own == 0:
-                store_state(bank, to, s, head, keys, values, bank_stride, K, V, FULL, DOUBLED)
+                store_state(bank, to, s, head, values, bank_stride, K, V, SPAN, FULL, DOUBLED)
             if (own <= 0) & (passed == replayed + own + 1):
-                store_state(bank, export, s, head, keys, values, bank_stride, K, V, FULL, DOUBLED)
+                store_state(bank, export, s, head, values, bank_stride, K, V, SPAN, FULL, DOUBLED)
             if (own > 0) & (tl.program_id(0) == 0):
                 if BY_CHANNEL:
-                    _leave(ring_d, (left + own - 1) * per_token, at_decay, K, SPANS * SPAN)
+                    _leave(ring_d, (left + own - 1) * per_token, at_decay, K, 4 * SPAN)
                 else:
                     _leave(ring_d, (left + own - 1) * per_token, at_decay, 1, 1)
                 _leave(ring_b, (left + own - 1) * H, at_beta, 1, 1)
