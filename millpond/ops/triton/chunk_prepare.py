@@ -67,9 +67,9 @@ def _sums(which, g):
 
 
 @triton.jit
-def _spread(x):
-    """x [4, 16, 16] -> [64, 64] with x along the diagonal."""
-    b = tl.arange(0, 4)
+def _spread(x, SIZE: tl.constexpr):
+    """x [64 / SIZE, SIZE, SIZE] -> [64, 64] with x along the diagonal."""
+    b = tl.arange(0, 64 // SIZE)
     same = b[:, None, None, None] == b[None, None, :, None]
     return tl.reshape(tl.where(same, x[:, :, None, :], 0.0), (64, 64))
 
@@ -85,25 +85,27 @@ def _pairs_joined(a, inverse, SIZE: tl.constexpr, PRECISION: tl.constexpr):
 
 
 @triton.jit
-def _unit_lower_inverse(a, PRECISION: tl.constexpr):
-    """(I + a)^-1 for a [64, 64] strictly lower: sub-blocks of 16 row after row, then pairs of them.
+def _unit_lower_inverse(a, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+    """(I + a)^-1, a [64, 64] strictly lower: sub-blocks of SIZE row after row, then pairs of them.
 
     Stable where powers of a are not.
     """
-    b = tl.arange(0, 4)
-    r = tl.arange(0, 16)
+    COUNT: tl.constexpr = 64 // SIZE
+    b = tl.arange(0, COUNT)
+    r = tl.arange(0, SIZE)
     same = b[:, None, None, None] == b[None, None, :, None]
-    own = tl.sum(tl.where(same, tl.reshape(a, (4, 16, 4, 16)), 0.0), 2)
+    own = tl.sum(tl.where(same, tl.reshape(a, (COUNT, SIZE, COUNT, SIZE)), 0.0), 2)
     own = tl.trans(own, (0, 2, 1))
-    small = (r[:, None] == r[None, :]).to(tl.float32)[None, :, :] + tl.zeros(
-        [4, 16, 16], tl.float32
-    )
-    for row in range(1, 16):
+    small = (r[:, None] == r[None, :]).to(tl.float32)[None, :, :]
+    small += tl.zeros([COUNT, SIZE, SIZE], tl.float32)
+    for row in range(1, SIZE):
         factors = tl.sum(tl.where((r == row)[None, None, :], own, 0.0), 2)
         known = tl.sum(factors[:, :, None] * small, 1)
         small = tl.where((r == row)[None, :, None], small - known[:, None, :], small)
-    inverse = _spread(small)
-    inverse = _pairs_joined(a, _spread(small), 32, PRECISION)
+    inverse = _spread(small, SIZE)
+    if SIZE == 8:
+        inverse = _pairs_joined(a, inverse, 16, PRECISION)
+    inverse = _pairs_joined(a, inverse, 32, PRECISION)
     return _pairs_joined(a, inverse, 64, PRECISION)
 
 
@@ -130,8 +132,8 @@ def _pairs_anyhow(q, k, g, KP: tl.constexpr, OPERAND: tl.constexpr, PRECISION: t
         qk = tl.where(column, tl.sum(q3 * right, 2)[:, :, None], qk)
         next_g = tl.sum(tl.where(here, g3, 0.0), 1)[:, None, :]
         between = tl.where((t >= j)[None, :, None], between + next_g, 0.0)
-    kk = _spread(kk)
-    qk = _spread(qk)
+    kk = _spread(kk, 16)
+    qk = _spread(qk, 16)
     i = tl.arange(0, 64)
     for boundary in range(16, 64, 16):
         later = (i // 16) * 16 == boundary
@@ -307,7 +309,7 @@ def _prepare(
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BY_CHANNEL: tl.constexpr,
     BOUNDED: tl.constexpr, EPS: tl.constexpr, RECORD: tl.constexpr, NUMBERS: tl.constexpr,
     AROUND_MIDDLE: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    SOLVED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one row, one head."""
     block = tl.program_id(0)
@@ -368,5 +370,5 @@ def _prepare(
         qk = tl.where(i[:, None] >= i[None, :], qk, 0.0)
         tl.store(pair + 4096, rounded(qk, kind))
         lower = tl.where(i[:, None] > i[None, :], weight[:, None] * kk, 0.0)
-        inverse = _unit_lower_inverse(lower, PRECISION)
+        inverse = _unit_lower_inverse(lower, SOLVED, PRECISION)
         tl.store(pair, rounded(inverse * weight[None, :], kind))

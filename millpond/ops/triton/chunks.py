@@ -87,7 +87,7 @@ def delta_prefill(
         rows.export_row, rows.export_offset, rows.export_slot, count, exports, bound or 0.0,
         token_stride(q), token_stride(k), token_stride(decay), token_stride(beta),
         **shape, BOUNDED=bound is not None, EPS=NORM_EPS,
-        PART=min(shape["KP"], 64), STAGES=1,
+        PART=min(shape["KP"], 64), STAGES=1, SOLVED=16,
         AROUND_MIDDLE=by_channel and narrow and bound is not None and bound >= LOWEST_AROUND_MIDDLE,
         num_warps=choice.prepare_warps, **LAUNCH,
     )  # fmt: skip
