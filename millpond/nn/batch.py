@@ -145,17 +145,19 @@ class Staging:
             logits_at=at,
         )
 
-    def check_live(self, rows: Sequence[VerifyRow]) -> None:
-        """Raise `Broken` as `batch` does, of rows that `live` is to be told of."""
-        self._check_room(rows, [row.end + row.num_drafts for row in rows])
+    def check_live(self, rows: Sequence[VerifyRow]) -> int:
+        """Where the last of these rows' tokens ends at most. Raises `Broken` as `batch` does."""
+        ends = [row.end + row.num_drafts for row in rows]
+        self._check_room(rows, ends)
+        return max(ends)
 
-    def live(self, numbers: torch.Tensor) -> ForwardBatch:
+    def live(self, numbers: torch.Tensor, most: int) -> ForwardBatch:
         """Live rows alone: numbers [6, B] int64 on the device, as `pack_live` makes them.
 
-        Shapes follow from B alone; the host knows no more of the rows than that they end within
-        their page tables.
+        Shapes follow from B and `most`; the host knows no more of the rows than that they end
+        within `most` pages.
         """
-        count, most = numbers.shape[1], self.page_table.shape[1]
+        count = numbers.shape[1]
         verify, places = self._verify_rows(numbers)
         position = places.position.flatten()
         row = torch.arange(count, device=self.device)
@@ -182,15 +184,15 @@ class Staging:
         seats: torch.Tensor,
         tokens: torch.Tensor,
         positions: torch.Tensor,
-        ends: Sequence[int] | None,
+        ends: Sequence[int],
     ) -> ForwardBatch:
         """One token a row in per-token form, at positions [n] that only the device knows.
 
-        `ends` bound the positions from above; None: whatever a page table holds. No row has a slot;
-        a token whose position has no page is not stored.
+        `ends` bound the positions from above. No row has a slot; a token whose position has no
+        page is not stored.
         """
-        count, limit = len(seats), self.page_table.shape[1] * PAGE_SIZE
-        bounds = (limit,) * count if ends is None else tuple(min(end, limit) for end in ends)
+        count, limit = len(ends), self.page_table.shape[1] * PAGE_SIZE
+        bounds = tuple(min(end, limit) for end in ends)
         page = self._page_at(seats, positions)
         positions = positions.clamp(max=limit - 1)
         row = torch.arange(count + 1, device=self.device)

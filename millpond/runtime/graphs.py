@@ -22,6 +22,12 @@ FINE = (1, 2, 4, 8)
 between it and the next."""
 
 
+REACHES = (32, 256)
+"""Pages of a sequence up to which there are recordings of their own, beside those for as many as it
+may have: 2,048 tokens, up to which published indexers select nothing, and 16,384. What a longer
+sequence might need is not launched for a short one."""
+
+
 def bucket_sizes(most: int) -> tuple[int, ...]:
     """For which numbers of rows something is recorded: rising, the last is `most`."""
     sizes, power = list(FINE), 2 * FINE[-1]
@@ -31,9 +37,19 @@ def bucket_sizes(most: int) -> tuple[int, ...]:
     return (*(size for size in sizes if size < most), most)
 
 
-def bucket_of(rows: int, sizes: tuple[int, ...]) -> int | None:
-    """The least of `sizes` that has room; None where none has."""
-    at = bisect_left(sizes, rows)
+def reach_sizes(most: int) -> tuple[int, ...]:
+    """For sequences of how many pages something is recorded: rising, the last is `most`."""
+    return (*(pages for pages in REACHES if pages < most), most)
+
+
+def num_graphs(rows: int, pages: int) -> int:
+    """How many recordings there are for up to so many rows, of up to so many pages each."""
+    return 2 * len(bucket_sizes(rows)) * len(reach_sizes(pages))
+
+
+def least_with_room(need: int, sizes: tuple[int, ...]) -> int | None:
+    """The least of `sizes` that is large enough; None where none is."""
+    at = bisect_left(sizes, need)
     return sizes[at] if at < len(sizes) else None
 
 

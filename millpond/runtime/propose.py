@@ -15,6 +15,7 @@ from millpond.memory.arena import Arenas
 from millpond.models.base import Model
 from millpond.nn.batch import Staging
 from millpond.ops.reference.sampling import SamplingRows
+from millpond.plan.step import PAGE_SIZE
 from millpond.runtime.seats import SeatSampling
 
 
@@ -58,18 +59,19 @@ class DraftModel:
         ends = tuple(end + self._staging.num_drafts for end in live.ends)
         return self._chain(live, rows, generated, ends)
 
-    def propose_plain(self, live: Live) -> torch.Tensor:
+    def propose_plain(self, live: Live, most: int) -> torch.Tensor:
         """As `propose`, for seats that draw by noise and filters alone and that the host need not
-        name: `live.seats` and `live.ends` are not looked at.
+        name: `live.seats` and `live.ends` are not looked at. All of it ends within `most` pages.
         """
-        return self._chain(live, self._seats.plain_rows(live.seat), None, None)
+        ends = (most * PAGE_SIZE,) * len(live.seat)
+        return self._chain(live, self._seats.plain_rows(live.seat), None, ends)
 
     def _chain(
         self,
         live: Live,
         rows: SamplingRows,
         generated: torch.Tensor | None,
-        ends: tuple[int, ...] | None,
+        ends: tuple[int, ...],
     ) -> torch.Tensor:
         token, hidden, selected = live.token, live.hidden, None
         drafts = []

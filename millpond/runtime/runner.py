@@ -22,7 +22,7 @@ from millpond.nn.batch import NONE, Staging
 from millpond.ops.batch import ForwardBatch
 from millpond.plan.step import FanOut, SeatLoad, StepPlan, StepResult, VerifyRow, Written
 from millpond.runtime.going import Going, after_known, after_verify
-from millpond.runtime.graphs import Capturer, CudaCapturer, bucket_sizes
+from millpond.runtime.graphs import Capturer, CudaCapturer, num_graphs
 from millpond.runtime.outcome import Asked, outcome, prompt_scores
 from millpond.runtime.propose import DraftModel, Proposer
 from millpond.runtime.report import Layout, pack
@@ -84,7 +84,7 @@ class ModelRunner:
         """Graphs that `capture` records by itself: none where the device has no such thing."""
         if self.staging.device.type != "cuda":
             return 0
-        return 2 * len(bucket_sizes(self.staging.num_seats))
+        return num_graphs(self.staging.num_seats, self.staging.page_table.shape[1])
 
     @property
     def num_captures(self) -> int:

@@ -1,7 +1,7 @@
 """Steps of live rows alone, as recordings: a forward, and a tail that draws, accepts and drafts.
 
 Knows which addresses they read; does not know how they are recorded. A recording is of a number of
-rows: fewer are filled up with rows of no seat, which read and write nothing.
+rows of up to so many pages: fewer are filled up with rows of no seat, which read and write nothing.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from millpond.memory.arena import Arenas
 from millpond.models.base import Model
 from millpond.nn.batch import LIVE_FIELDS, Staging, pack_live
 from millpond.ops.batch import VerifyRows
-from millpond.plan.step import StepPlan, VerifyRow
+from millpond.plan.step import PAGE_SIZE, StepPlan, VerifyRow
 from millpond.runtime.going import after_verify
-from millpond.runtime.graphs import Capturer, Recorded, Tensors, bucket_of, bucket_sizes
+from millpond.runtime.graphs import (
+    Capturer,
+    Recorded,
+    Tensors,
+    bucket_sizes,
+    least_with_room,
+    reach_sizes,
+)
 from millpond.runtime.propose import DraftModel
 from millpond.runtime.report import Layout, pack
 from millpond.runtime.seats import SeatSampling
@@ -75,7 +82,7 @@ class Forwarded:
 
 @dataclass(frozen=True, slots=True)
 class Bucket:
-    """The recordings for a number of rows, and what they share."""
+    """The recordings for a number of rows of up to so many pages, and what they share."""
 
     numbers: torch.Tensor  # [6, B] int64, read by the forward
     forward: Recorded
@@ -107,8 +114,9 @@ class SteadySteps:
         self._staging = staging
         self._seats = seats
         self._capturer = capturer
-        self._buckets: dict[int, Bucket] = {}
+        self._buckets: dict[tuple[int, int], Bucket] = {}
         self._sizes: tuple[int, ...] = ()
+        self._reaches: tuple[int, ...] = ()
 
     @torch.inference_mode()
     def capture(self, most: int, progress: Progress) -> None:
@@ -116,16 +124,16 @@ class SteadySteps:
         memory than it does.
         """
         began, before = time.monotonic(), self._capturer.reserved_bytes()
-        sizes = bucket_sizes(most)
-        inputs = torch.empty(
-            len(LIVE_FIELDS) * most, dtype=torch.int64, device=self._staging.device
-        )
-        for done, size in enumerate(reversed(sizes)):
-            progress(done, len(sizes))
-            numbers = inputs[: len(LIVE_FIELDS) * size].view(len(LIVE_FIELDS), size)
-            self._buckets[size] = self._record(numbers)
-        progress(len(sizes), len(sizes))
-        self._sizes = sizes
+        device, fields = self._staging.device, len(LIVE_FIELDS)
+        sizes, reaches = bucket_sizes(most), reach_sizes(self._staging.page_table.shape[1])
+        inputs = torch.empty(fields * most, dtype=torch.int64, device=device)
+        kinds = [(size, reach) for size in reversed(sizes) for reach in reversed(reaches)]
+        for done, (size, reach) in enumerate(kinds):
+            progress(done, len(kinds))
+            numbers = inputs[: fields * size].view(fields, size)
+            self._buckets[size, reach] = self._record(numbers, reach)
+        progress(len(kinds), len(kinds))
+        self._sizes, self._reaches = sizes, reaches
         log.info(
             "captured %d graphs for up to %d rows in %.1f s, %.2f GiB",
             self.num_captures,
@@ -134,12 +142,12 @@ class SteadySteps:
             (self._capturer.reserved_bytes() - before) / 2**30,
         )
 
-    def _record(self, numbers: torch.Tensor) -> Bucket:
+    def _record(self, numbers: torch.Tensor, most: int) -> Bucket:
         """Both recordings, made on rows of no seat."""
         width = self._staging.num_drafts + 1
         nobody = pack_live((), numbers.shape[1])
         self._staging.ring.fill(numbers, nobody)
-        forward = self._capturer.capture(lambda: self._forward(numbers))
+        forward = self._capturer.capture(lambda: self._forward(numbers, most))
         hidden, tokens, written, *counters = forward.outputs
         seats, state_in, state_out, _, export_end, export_slot = numbers.unbind()
         base, pending, num_drafts, parity = counters
@@ -160,14 +168,15 @@ class SteadySteps:
             hidden=hidden,
             written=written,
         )
+        forward.replay()  # what the tail reads while it is recorded
         layouts: list[Layout] = []
-        tail = self._capturer.capture(lambda: self._tail(forwarded, layouts))
+        tail = self._capturer.capture(lambda: self._tail(forwarded, most, layouts))
         self.num_captures += 2
         return Bucket(numbers, forward, forwarded, tail, layouts[-1])
 
-    def _forward(self, numbers: torch.Tensor) -> Tensors:
+    def _forward(self, numbers: torch.Tensor, most: int) -> Tensors:
         """From staged numbers to hidden vectors; beside them what `Forwarded` is made of."""
-        batch = self._staging.live(numbers)
+        batch = self._staging.live(numbers, most)
         rows = batch.verify
         if rows is None:
             raise Broken("a batch of live rows has none")
@@ -176,7 +185,7 @@ class SteadySteps:
         counters = (rows.base, rows.pending, rows.num_drafts, rows.parity)
         return (hidden, tokens, rows.written.common(), *counters)
 
-    def _tail(self, after: Forwarded, layouts: list[Layout]) -> Tensors:
+    def _tail(self, after: Forwarded, most: int, layouts: list[Layout]) -> Tensors:
         """Draw, accept, draft, count: every row by noise and filters alone. -> the report."""
         rows = after.rows
         logits = self._model.logits(after.hidden)
@@ -188,7 +197,7 @@ class SteadySteps:
         going = after_verify((), (), rows, drawn, accepted, after.hidden)
         drafts = drawn[:, 1:]
         if self.proposer is not None:
-            drafts = self.proposer.propose_plain(going.live)
+            drafts = self.proposer.propose_plain(going.live, most)
         self._staging.counters.put(rows.seats, going.counters(drafts))
         parts = (sampled.token, sampled.finite, accepted, rows.num_drafts, rows.base, after.written)
         layouts.append(Layout.of(parts))
@@ -198,11 +207,13 @@ class SteadySteps:
         """Run the forward of these rows: what came of it is `forwarded` of their bucket, until the
         next one runs. None where no recording has room. Raises `Broken` as `Staging.batch` does.
         """
-        size = bucket_of(len(rows), self._sizes)
+        size = least_with_room(len(rows), self._sizes)
         if size is None:
             return None
-        bucket = self._buckets[size]
-        self._staging.check_live(rows)
+        # The drafts that the tail makes reach beyond what the forward does.
+        end = self._staging.check_live(rows) + self._staging.num_drafts + 1
+        reach = least_with_room(-(-end // PAGE_SIZE), self._reaches) or self._reaches[-1]
+        bucket = self._buckets[size, reach]
         self._staging.ring.fill(bucket.numbers, pack_live(rows, size))
         self._replay(bucket.forward)
         return bucket

@@ -27,7 +27,7 @@ from millpond.plan.counts import DeviceCounts
 from millpond.plan.step import PAGE_SIZE, Capabilities, Launched, StepPlan, StepResult
 from millpond.runtime.compiled import COMPILATIONS
 from millpond.runtime.compiling import compiling
-from millpond.runtime.graphs import bucket_sizes
+from millpond.runtime.graphs import num_graphs
 from millpond.runtime.propose import DraftModel
 from millpond.runtime.reach import made, memory_of
 from millpond.runtime.runner import ModelRunner
@@ -161,7 +161,7 @@ class Worker:
         `prefill_tokens`: the most that one step folds of prompts. Raises `Refused`.
         """
         c = self.capabilities
-        graphs = 2 * len(bucket_sizes(c.num_seats)) if c.runs_ahead else 0
+        graphs = num_graphs(c.num_seats, -(-c.max_position // PAGE_SIZE)) if c.runs_ahead else 0
         return measure(self.execute, c, prefill_tokens, meter, num_graphs=graphs)
 
     def capture(self, progress: Progress = ignore) -> None:

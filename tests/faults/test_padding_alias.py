@@ -70,7 +70,7 @@ def test_fewer_rows_than_before_leave_nobody_in_the_tail():
     for some in ([0, 1, 2], [3], [4, 2, 0]):
         twins.verify([pairs[i] for i in some], right=1)
         size = next(b for b in (1, 2, 4, 5) if b >= len(some))
-        numbers = twins.runner._steady._buckets[size].numbers
+        numbers = twins.runner._steady._buckets[size, 16].numbers
         assert (numbers[:3, len(some) :] == -1).all()
         assert (numbers[0, : len(some)] >= 0).all()
     twins.verify(pairs, right=1)

@@ -281,8 +281,10 @@ def test_what_kernels_read_by_row_or_token_is_contiguous() -> None:
         made.batch(StepPlan(step=1, decode=known, verify=rows), (0,)),
         made.batch(StepPlan(step=1, verify=rows), ()),
         staging().batch(PLAN, (3, 4)),
-        made.live(torch.from_numpy(pack_live(rows, 4))),
-        made.singles(torch.tensor([2, 3]), torch.tensor([5, 6]), torch.tensor([63, 131]), None),
+        made.live(torch.from_numpy(pack_live(rows, 4)), 4),
+        made.singles(
+            torch.tensor([2, 3]), torch.tensor([5, 6]), torch.tensor([63, 131]), (64, 140)
+        ),
     ):
         assert strided(batch) == []
 
@@ -294,7 +296,7 @@ def test_live_rows_by_themselves_are_those_of_a_plan_and_others_have_no_seat() -
     )
     made = speculating()
     numbers = torch.from_numpy(pack_live(rows, 4))
-    batch, planned = made.live(numbers), made.batch(StepPlan(step=1, verify=rows), range(6))
+    batch, planned = made.live(numbers, 4), made.batch(StepPlan(step=1, verify=rows), range(6))
     assert batch.verify is not None
     assert planned.verify is not None
     for field in fields(batch.verify):

@@ -5,7 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 
-from millpond.runtime.graphs import CallAgain, CudaCapturer, bucket_of, bucket_sizes
+from millpond.runtime.graphs import (
+    CallAgain,
+    CudaCapturer,
+    bucket_sizes,
+    least_with_room,
+    num_graphs,
+    reach_sizes,
+)
 
 
 def test_the_last_bucket_is_as_large_as_there_are_seats() -> None:
@@ -22,11 +29,19 @@ def test_the_last_bucket_is_as_large_as_there_are_seats() -> None:
 
 def test_rows_go_to_the_least_bucket_with_room() -> None:
     sizes = bucket_sizes(20)
-    assert [bucket_of(rows, sizes) for rows in (1, 2, 3, 5, 8, 9, 17, 20)] == [
+    assert [least_with_room(rows, sizes) for rows in (1, 2, 3, 5, 8, 9, 17, 20)] == [
         1, 2, 4, 8, 8, 16, 20, 20
     ]  # fmt: skip
-    assert bucket_of(21, sizes) is None
-    assert bucket_of(1, ()) is None
+    assert least_with_room(21, sizes) is None
+    assert least_with_room(1, ()) is None
+
+
+def test_short_sequences_have_recordings_of_their_own() -> None:
+    assert reach_sizes(16) == (16,)
+    assert reach_sizes(32) == (32,)
+    assert reach_sizes(200) == (32, 200)
+    assert reach_sizes(4096) == (32, 256, 4096)
+    assert num_graphs(16, 200) == 2 * 5 * 2
 
 
 CAPTURERS = [

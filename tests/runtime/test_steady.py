@@ -13,6 +13,7 @@ import torch
 from millpond.errors import Broken, StepFailed
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import SeatMask, StepPlan, VerifyRow, Written
+from millpond.runtime import graphs
 from millpond.runtime.graphs import CallAgain
 from millpond.runtime.propose import Live
 from millpond.state.lease import Seat, SlotId
@@ -53,6 +54,46 @@ def test_recorded_steps_leave_and_report_what_single_ones_do(kind: Kind, num_dra
     assert any(accepted for _, accepted in twins.recorded.counts) == (num_drafts > 0)
     for index, (run, _) in enumerate(pairs):
         assert tuple(run.tokens) == texts(kind)[index][: len(run.tokens)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_recording_for_short_sequences_is_left_when_one_of_them_grows(
+    family: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(graphs, "REACHES", (2, 3))
+    twins = Twins(family, 3)
+    assert twins.runner.num_captures == 2 * 4 * 3
+    used = reaches_of(twins, monkeypatch)
+    pairs = [twins.begin(i) for i in (0, 3, 1)]  # the last one ends near its second page's end
+    for step in range(6):
+        twins.verify(pairs[:2], right=2)
+        twins.verify(pairs[2:], right=step % 4)
+        twins.verify(pairs, right=1)
+    of_short, of_long, of_all = used[0::3], used[1::3], used[2::3]
+    assert set(of_short) == {2}
+    assert of_long[0] == 2
+    assert of_long[-1] == of_all[-1] == 3  # what it may draft reaches into the third page
+    twins.both(lambda driver, n: driver.finish(pairs[2][n]))
+    twins.verify(pairs[:2], right=3)
+    assert used[-1] == 2
+    for index, (_, run) in zip((0, 3, 1), pairs, strict=True):
+        assert tuple(run.tokens) == texts(family)[index][: len(run.tokens)]
+
+
+def reaches_of(twins: Twins, patch: pytest.MonkeyPatch) -> list[int]:
+    """Pages of the recordings used from now on."""
+    steady, used = twins.runner._steady, list[int]()
+    assert steady is not None
+    by_bucket = {id(bucket): reach for (_, reach), bucket in steady._buckets.items()}
+    own = steady.forward
+
+    def forward(rows: Any) -> Any:
+        bucket = own(rows)
+        used.append(by_bucket[id(bucket)])
+        return bucket
+
+    patch.setattr(steady, "forward", forward)
+    return used
 
 
 SPECIAL = {
