@@ -18,6 +18,7 @@ from millpond.front.machine import cores, free_memory, versions
 from millpond.front.stores import tiers
 from millpond.models.base import describe
 from millpond.ops.bind import backends
+from millpond.runtime.compiled import kernel_cache
 from millpond.runtime.worker import model_facts
 from millpond.units import human
 
@@ -45,6 +46,9 @@ def environment() -> Table:
         )
     if not torch.cuda.is_available():
         made.add_row("GPU", "none", "the CPU serves; meant for small models")
+    elif (cache := kernel_cache()) is not None:
+        filled = cache.is_dir() and any(cache.iterdir())
+        made.add_row("compiled kernels", str(cache), "ok" if filled else "none yet: a slow start")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for backend in backends():
         made.add_row(f"kernels: {backend.name}", "", backend.unusable(device) or "ok")

@@ -8,6 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Mapping
 from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 log = logging.getLogger(__name__)
@@ -81,3 +83,10 @@ def _key(compiled: Mapping[str, Any]) -> str:
 
 COMPILATIONS = Compilations()
 """Those of this process."""
+
+
+def kernel_cache() -> Path | None:
+    """The folder in which Triton keeps what it has compiled; None without Triton."""
+    if find_spec("triton") is None:
+        return None
+    return Path(import_module("triton").knobs.cache.dir)

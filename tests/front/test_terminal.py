@@ -205,6 +205,23 @@ def test_the_doctor_tells_what_a_sequence_takes_with_drafts(tmp_path, capsys):
     }
 
 
+def test_the_doctor_of_a_gpu_says_where_compiled_kernels_are(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor.torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(doctor.torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(doctor, "kernel_cache", lambda: tmp_path / "kernels")
+
+    def told() -> str:
+        out = io.StringIO()
+        Console(file=out, width=200).print(doctor.environment())
+        return next(line for line in out.getvalue().splitlines() if "compiled kernels" in line)
+
+    assert str(tmp_path / "kernels") in told()
+    assert "a slow start" in told()
+    (tmp_path / "kernels").mkdir()
+    (tmp_path / "kernels" / "one").touch()
+    assert "ok" in told()
+
+
 def test_the_doctor_says_why_a_model_cannot_be_served(tmp_path, capsys):
     path = tmp_path / "config.json"
     path.write_text(json.dumps({"model_type": "unheard_of"}))
