@@ -33,8 +33,7 @@ class SwiGlu:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> [T, hidden]."""
-        gate, up = self.inputs(x).chunk(2, -1)
-        return self.output(self.ops.swiglu(gate, up, self.limit))
+        return self.output(self.ops.linear_swiglu(x, self.inputs.weight, limit=self.limit))
 
     def after(
         self, norm: RMSNorm, x: torch.Tensor, y: torch.Tensor | None
@@ -125,10 +124,15 @@ class SigmoidMoe:
             scale=self.scale,
             renormalise=self.renormalise,
         )
-        routed = self.ops.grouped_experts(
-            inner, weights, experts, self.gate_up, self.down, limit=self.limit
+        return total, self.ops.grouped_experts(
+            inner,
+            weights,
+            experts,
+            self.gate_up,
+            self.down,
+            limit=self.limit,
+            shared=self.shared(inner),
         )
-        return total, routed + self.shared(inner)
 
 
 class SoftmaxMoe:
@@ -164,6 +168,12 @@ class SoftmaxMoe:
         """x, y [T, hidden] -> x + y (or x), and what this adds to it."""
         inner, total = self.norm.of_sum(x, y)
         weights, experts = self.ops.moe_route_softmax(inner, self.gate, top_k=self.top_k)
-        routed = self.ops.grouped_experts(inner, weights, experts, self.gate_up, self.down)
-        shared = self.ops.sigmoid_gate(self.shared(inner), self.shared_gate(inner))
-        return total, routed + shared
+        return total, self.ops.grouped_experts(
+            inner,
+            weights,
+            experts,
+            self.gate_up,
+            self.down,
+            shared=self.shared(inner),
+            shared_gate=self.shared_gate(inner),
+        )

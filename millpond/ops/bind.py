@@ -45,6 +45,7 @@ class Bound:
 
     linear: Op
     norm_linear: Pair
+    linear_swiglu: Op
     norm_swiglu: Pair
     gated_norm_linear: Op
     add_norm: Pair
@@ -68,7 +69,6 @@ class Bound:
     rms_norm: Op
     zero_centred_rms_norm: Op
     layer_norm: Op
-    sigmoid_gate: Op
     swiglu: Op
     rope_tables: Pair
     rotate_partial: Op

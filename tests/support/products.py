@@ -87,11 +87,22 @@ def with_products(ops: Bound, kind: str) -> Bound:
         inner, total = ops.add_norm(x, y, norm, **named)
         return multiply(inner, weight), total
 
+    def linear_swiglu(
+        x: torch.Tensor, weight: torch.Tensor, *, limit: float | None = None
+    ) -> torch.Tensor:
+        return ops.swiglu(*multiply(x, weight).chunk(2, -1), limit)
+
     def norm_swiglu(
-        *args: Any, limit: float | None = None, **named: Any
+        x: torch.Tensor,
+        y: torch.Tensor | None,
+        norm: torch.Tensor,
+        weight: torch.Tensor,
+        *,
+        limit: float | None = None,
+        **named: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        both, total = norm_linear(*args, **named)
-        return ops.swiglu(*both.chunk(2, -1), limit), total
+        inner, total = ops.add_norm(x, y, norm, **named)
+        return linear_swiglu(inner, weight, limit=limit), total
 
     def gated_norm_linear(
         x: torch.Tensor, gate: torch.Tensor, norm: torch.Tensor, weight: torch.Tensor, **named: Any
@@ -104,6 +115,7 @@ def with_products(ops: Bound, kind: str) -> Bound:
         ops,
         **replaced,
         norm_linear=norm_linear,
+        linear_swiglu=linear_swiglu,
         norm_swiglu=norm_swiglu,
         gated_norm_linear=gated_norm_linear,
     )

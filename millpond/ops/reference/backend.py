@@ -35,6 +35,7 @@ BACKEND = Backend(
     ops={
         "linear": linear.linear,
         "norm_linear": fused.norm_linear,
+        "linear_swiglu": fused.linear_swiglu,
         "norm_swiglu": fused.norm_swiglu,
         "gated_norm_linear": fused.gated_norm_linear,
         "add_norm": fused.add_norm,
@@ -58,7 +59,6 @@ BACKEND = Backend(
         "rms_norm": dense.rms_norm,
         "zero_centred_rms_norm": dense.zero_centred_rms_norm,
         "layer_norm": dense.layer_norm,
-        "sigmoid_gate": dense.sigmoid_gate,
         "swiglu": dense.swiglu,
         "rope_tables": dense.rope_tables,
         "rotate_partial": dense.rotate_partial,

@@ -40,6 +40,14 @@ def norm_linear(
     return linear(inner, weight), total
 
 
+def linear_swiglu(
+    x: torch.Tensor, weight: torch.Tensor, *, limit: float | None = None
+) -> torch.Tensor:
+    """x [T, H], weight [2 I, H] (gate rows first): the product, then `swiglu` -> [T, I]."""
+    gate, up = linear(x, weight).chunk(2, -1)
+    return dense.swiglu(gate, up, limit)
+
+
 def norm_swiglu(
     x: torch.Tensor,
     y: torch.Tensor | None,
@@ -50,10 +58,9 @@ def norm_swiglu(
     zero_centred: bool,
     limit: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`norm_linear` with weight [2 I, H] (gate rows first), `swiglu` -> [T, I], and the sum."""
-    both, total = norm_linear(x, y, norm, weight, eps=eps, zero_centred=zero_centred)
-    gate, up = both.chunk(2, -1)
-    return dense.swiglu(gate, up, limit), total
+    """`add_norm`, then `linear_swiglu` -> [T, I], and the sum."""
+    inner, total = add_norm(x, y, norm, eps=eps, zero_centred=zero_centred)
+    return linear_swiglu(inner, weight, limit=limit), total
 
 
 def gated_norm_linear(

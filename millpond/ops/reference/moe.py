@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from millpond.ops.reference.dense import swiglu
+from millpond.ops.reference.dense import sigmoid_gate, swiglu
 from millpond.ops.reference.elementwise import row_sum, sigmoid
 from millpond.ops.reference.linear import linear
 
@@ -56,12 +56,15 @@ def grouped_experts(
     down: torch.Tensor,
     *,
     limit: float | None = None,
+    shared: torch.Tensor | None = None,
+    shared_gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sum over a token's experts of weight * down(swiglu(gate_up x)): x [T, H] -> [T, H].
 
     weights, experts [T, k]; gate_up [E, 2 I, H] (gate rows first), down [E, H, I]. Each expert's
     output is weighted and rounded to the model dtype; the k of a token are added in the order of
-    `experts`, in fp32.
+    `experts`, in fp32. To their sum, rounded, is added what all tokens share [T, H], if given,
+    after `sigmoid_gate` with `shared_gate` [T, 1], if given.
     """
     tokens, top_k = experts.shape
     order = torch.sort(experts.reshape(-1), stable=True).indices
@@ -76,7 +79,10 @@ def grouped_experts(
     total = weighted[:, 0]
     for choice in range(1, top_k):
         total = total + weighted[:, choice]
-    return total.to(x.dtype)
+    routed = total.to(x.dtype)
+    if shared is None:
+        return routed
+    return routed + (shared if shared_gate is None else sigmoid_gate(shared, shared_gate))
 
 
 def _largest(scores: torch.Tensor, count: int) -> torch.Tensor:

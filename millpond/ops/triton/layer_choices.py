@@ -23,6 +23,29 @@ class ThinChoice:
     ahead: int = 1  # steps of the weights that are asked for before the inputs are there
 
 
+@dataclass(frozen=True, slots=True)
+class ExpertsChoice:
+    """A grouped product: choices of one expert, middles or outputs, steps along the inner axis."""
+
+    rows: int = 64
+    middles: int = 64
+    outputs: int = 64
+    step: int = 64
+    warps: int = 4
+    stages: int = 4
+
+
+FEW, MANY = ExpertsChoice(), ExpertsChoice(128, 64, 128, 64, 8, 3)
+
+CROWD = 32
+"""Choices of each expert, if all have as many, from which on blocks are of 128."""
+
+
+def experts_choice(picks: int, experts: int) -> ExpertsChoice:
+    """How `picks` choices among `experts` are multiplied; the steps of a sum are the same."""
+    return FEW if picks < CROWD * experts else MANY
+
+
 NARROW, WIDE = ThinChoice(), ThinChoice(outputs=64, step=128)
 
 WIDE_ROWS = 64 * 132

@@ -1,8 +1,8 @@
 """Mixtures of experts: routing, and experts as one grouped product each way, without the host.
 
 Contract and rounding: `millpond.ops.reference.moe`. Choices are ordered by expert, each expert's
-choices are cut into blocks of 64, and grids have room for the worst case, so nothing is read back.
-One tile size whatever the batch: a token's bytes depend on no neighbour.
+choices are cut into blocks, and grids have room for as many blocks as there can be, so nothing is
+read back. Few tokens or many, a sum has the same steps: a token's bytes depend on no neighbour.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from millpond.ops.triton.elementwise import bounded_swiglu
+from millpond.ops.triton.layer_choices import experts_choice
 from millpond.ops.triton.live import live
 from millpond.ops.triton.narrow import narrow_parts
 from millpond.ops.triton.shared import (
@@ -19,16 +20,10 @@ from millpond.ops.triton.shared import (
     power_of_two,
     product,
     rounded,
-    row_of_block,
     sigmoid,
     slot_stride,
     token_stride,
 )
-
-ROWS, COLUMNS, STEP = 64, 64, 64
-"""The tile of a grouped product: choices, outputs, inner elements. Not measured yet."""
-
-WARPS, STAGES = 4, 4
 
 PICKS = 1024
 """Choices that are ordered at a time."""
@@ -90,6 +85,8 @@ def grouped_experts(
     down: torch.Tensor,
     *,
     limit: float | None = None,
+    shared: torch.Tensor | None = None,
+    shared_gate: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """As the reference, in four launches."""
     tokens, top_k = experts.shape
@@ -98,27 +95,33 @@ def grouped_experts(
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     if not tokens:
         return out
+    choice = experts_choice(picks, num_experts)
+    room = min(picks, picks // choice.rows + num_experts)
     order = torch.empty((picks,), dtype=torch.int32, device=x.device)
-    starts = torch.empty((num_experts + 1,), dtype=torch.int32, device=x.device)
+    blocks = torch.empty((room, 3), dtype=torch.int32, device=x.device)
     active = torch.empty((picks, middle), dtype=x.dtype, device=x.device)
     parts = torch.empty((picks, hidden), dtype=x.dtype, device=x.device)
     _order[(num_experts,)](
-        experts.contiguous(), order, starts, picks,
-        E=num_experts, BLOCK=PICKS, num_warps=4, **LAUNCH,
+        experts.contiguous(), order, blocks, picks, room,
+        E=num_experts, EP=power_of_two(num_experts), ROWS=choice.rows, BLOCK=PICKS,
+        num_warps=4, **LAUNCH,
     )  # fmt: skip
-    sizes = {"E": num_experts, "ROWS": ROWS, "COLUMNS": COLUMNS, "STEP": STEP}
-    tuned = {"num_warps": WARPS, "num_stages": STAGES}
-    room = picks // ROWS + num_experts
-    _up[(room, triton.cdiv(middle, COLUMNS))](
-        x, gate_up, active, order, starts, token_stride(x), slot_stride(gate_up),
-        H=hidden, MIDDLE=middle, TOP_K=top_k, LIMIT=limit, **sizes, **tuned, **LAUNCH,
+    tuned = {"STEP": choice.step, "num_warps": choice.warps, "num_stages": choice.stages}
+    _up[(triton.cdiv(middle, choice.middles), room)](
+        x, gate_up, active, order, blocks, token_stride(x), slot_stride(gate_up),
+        H=hidden, MIDDLE=middle, TOP_K=top_k, LIMIT=limit,
+        ROWS=choice.rows, COLUMNS=choice.middles, **tuned, **LAUNCH,
     )  # fmt: skip
-    _down[(room, triton.cdiv(hidden, COLUMNS))](
-        active, down, weights.contiguous(), parts, order, starts, slot_stride(down),
-        H=hidden, MIDDLE=middle, **sizes, **tuned, **LAUNCH,
+    _down[(triton.cdiv(hidden, choice.outputs), room)](
+        active, down, weights.contiguous(), parts, order, blocks, slot_stride(down),
+        H=hidden, MIDDLE=middle, ROWS=choice.rows, COLUMNS=choice.outputs, **tuned, **LAUNCH,
     )  # fmt: skip
+    more = out if shared is None else shared
+    share = more if shared_gate is None else shared_gate
     _sum_choices[(tokens, triton.cdiv(hidden, SUM_BLOCK))](
-        parts, out, TOP_K=top_k, H=hidden, BLOCK=min(SUM_BLOCK, power_of_two(hidden)),
+        parts, more, share, out, token_stride(more), token_stride(share),
+        SHARED=shared is not None, GATED=shared_gate is not None,
+        TOP_K=top_k, H=hidden, BLOCK=min(SUM_BLOCK, power_of_two(hidden)),
         num_warps=4, **LAUNCH,
     )  # fmt: skip
     return out
@@ -169,19 +172,32 @@ def _choose(
 
 
 @live
-def _order(experts, order, starts, count, E: tl.constexpr, BLOCK: tl.constexpr):
-    """The choices that fell on one expert, in rising order, behind those of all experts before."""
+def _order(
+    experts, order, blocks, count, room,
+    E: tl.constexpr, EP: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The choices that fell on one expert, in rising order, behind those of all experts before; and
+    its blocks of them, behind theirs: expert, first ordered choice, how many."""
     expert = tl.program_id(0)
     lane = tl.arange(0, BLOCK)
-    before = 0
-    own = 0
+    e = tl.arange(0, EP)
+    counts = tl.zeros([EP], tl.int32)
     for first in range(0, count, BLOCK):
-        chosen = tl.load(experts + first + lane, mask=first + lane < count, other=E)
-        before += tl.sum((chosen < expert).to(tl.int32), 0)
-        own += tl.sum((chosen == expert).to(tl.int32), 0)
-    tl.store(starts + expert, before)
+        here = first + lane < count
+        chosen = tl.load(experts + first + lane, mask=here, other=0).to(tl.int32)
+        counts += tl.histogram(chosen, EP, mask=here)
+    earlier = tl.where(e < expert, counts, 0)
+    before = tl.sum(earlier, 0)
+    block = tl.sum((earlier + (ROWS - 1)) // ROWS, 0)
+    own = tl.sum(tl.where(e == expert, counts, 0), 0)
+    for first in range(0, own, ROWS):
+        entry = blocks + (block + first // ROWS) * 3
+        tl.store(entry, expert)
+        tl.store(entry + 1, before + first)
+        tl.store(entry + 2, tl.minimum(own - first, ROWS))
     if expert == E - 1:
-        tl.store(starts + E, before + own)
+        for empty in range(block + (own + ROWS - 1) // ROWS, room):
+            tl.store(blocks + empty * 3 + 2, 0)
     for first in range(0, count, BLOCK):
         chosen = tl.load(experts + first + lane, mask=first + lane < count, other=E)
         mine = (chosen == expert).to(tl.int32)
@@ -190,29 +206,23 @@ def _order(experts, order, starts, count, E: tl.constexpr, BLOCK: tl.constexpr):
         before += tl.sum(mine, 0)
 
 
-@triton.jit
-def _block_of(starts, block, E: tl.constexpr, ROWS: tl.constexpr):
-    """Expert, first ordered choice and number of choices of a block; none: a number below one."""
-    expert = row_of_block(starts, E, block, ROWS)
-    begin = tl.load(starts + expert)
-    first = (block - (begin // ROWS + expert)) * ROWS
-    return expert, begin + first, tl.load(starts + expert + 1) - begin - first
-
-
 @live
 def _up(
-    x, gate_up, active, order, starts, x_stride, expert_stride,
+    x, gate_up, active, order, blocks, x_stride, expert_stride,
     H: tl.constexpr, MIDDLE: tl.constexpr, TOP_K: tl.constexpr, LIMIT: tl.constexpr,
-    E: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """ROWS choices of one expert by COLUMNS of its middle: both products, then the activation."""
-    expert, first, left = _block_of(starts, tl.program_id(0), E, ROWS)
+    block = blocks + tl.program_id(1) * 3
+    left = tl.load(block + 2)
     if left > 0:
+        expert = tl.load(block)
+        first = tl.load(block + 1)
         KEPT: tl.constexpr = active.dtype.element_ty
         row = tl.arange(0, ROWS)
         token = tl.load(order + first + row, mask=row < left, other=0) // TOP_K
         lines = x + token.to(tl.int64)[:, None] * x_stride
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         gates = gate_up + expert.to(tl.int64) * expert_stride + column[:, None] * H
         gate = tl.zeros([ROWS, COLUMNS], tl.float32)
         up = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -236,17 +246,20 @@ def _up(
 
 @live
 def _down(
-    active, down, weights, parts, order, starts, expert_stride,
-    H: tl.constexpr, MIDDLE: tl.constexpr, E: tl.constexpr,
+    active, down, weights, parts, order, blocks, expert_stride,
+    H: tl.constexpr, MIDDLE: tl.constexpr,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """ROWS choices of one expert by COLUMNS outputs, weighted, to where the choices stand."""
-    expert, first, left = _block_of(starts, tl.program_id(0), E, ROWS)
+    block = blocks + tl.program_id(1) * 3
+    left = tl.load(block + 2)
     if left > 0:
+        expert = tl.load(block)
+        first = tl.load(block + 1)
         KEPT: tl.constexpr = parts.dtype.element_ty
         row = tl.arange(0, ROWS)
         lines = active + (first + row).to(tl.int64)[:, None] * MIDDLE
-        column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+        column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
         factors = down + expert.to(tl.int64) * expert_stride + column[:, None] * MIDDLE
         total = tl.zeros([ROWS, COLUMNS], tl.float32)
         for step in range(0, MIDDLE, STEP):
@@ -266,12 +279,23 @@ def _down(
 
 
 @live
-def _sum_choices(parts, out, TOP_K: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr):
-    """The choices of one token, in their order."""
+def _sum_choices(
+    parts, shared, share, out, shared_stride, share_stride,
+    SHARED: tl.constexpr, GATED: tl.constexpr, TOP_K: tl.constexpr, H: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The choices of one token, in their order, then what all tokens share."""
+    KEPT: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     h = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     total = tl.load(parts + token * TOP_K * H + h, mask=h < H, other=0.0).to(tl.float32)
     for choice in tl.static_range(1, TOP_K):
         at = parts + (token * TOP_K + choice) * H + h
         total += tl.load(at, mask=h < H, other=0.0).to(tl.float32)
-    tl.store(out + token * H + h, rounded(total, out.dtype.element_ty), mask=h < H)
+    if SHARED:
+        more = tl.load(shared + token * shared_stride + h, mask=h < H, other=0.0).to(tl.float32)
+        if GATED:
+            passing = sigmoid(tl.load(share + token * share_stride).to(tl.float32))
+            more = rounded(more * rounded(passing, KEPT).to(tl.float32), KEPT).to(tl.float32)
+        total = rounded(total, KEPT).to(tl.float32) + more
+    tl.store(out + token * H + h, rounded(total, KEPT), mask=h < H)

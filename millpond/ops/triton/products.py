@@ -16,6 +16,7 @@ from millpond.ops.triton import thin
 from millpond.ops.triton.elementwise import swiglu
 from millpond.ops.triton.layer_choices import thin_choice
 from millpond.ops.triton.norms import add_norm, gated_rms_norm_sigmoid, gated_rms_norm_silu
+from millpond.ops.triton.shared import power_of_two
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -52,6 +53,16 @@ def norm_linear(
     return linear(inner, weight), total
 
 
+def linear_swiglu(
+    x: torch.Tensor, weight: torch.Tensor, *, limit: float | None = None
+) -> torch.Tensor:
+    """As the reference: one launch for few tokens, else two."""
+    if choice := thin_choice(x, weight):
+        return thin.thin_linear_swiglu(x, weight, choice, limit=limit)
+    gate, up = linear(x, weight).chunk(2, -1)
+    return swiglu(gate, up, limit)
+
+
 def norm_swiglu(
     x: torch.Tensor,
     y: torch.Tensor | None,
@@ -68,8 +79,7 @@ def norm_swiglu(
             x, y, norm, weight, choice, eps=eps, zero_centred=zero_centred, limit=limit
         )
     inner, total = add_norm(x, y, norm, eps=eps, zero_centred=zero_centred)
-    gate, up = linear(inner, weight).chunk(2, -1)
-    return swiglu(gate, up, limit), total
+    return linear_swiglu(inner, weight, limit=limit), total
 
 
 def gated_norm_linear(
@@ -82,7 +92,8 @@ def gated_norm_linear(
     silu: bool,
 ) -> torch.Tensor:
     """As the reference: one launch for few tokens, else two."""
-    if choice := thin_choice(x, weight):
+    whole = x.shape[-1] == power_of_two(x.shape[-1])
+    if whole and (choice := thin_choice(x, weight)):
         return thin.thin_gated_norm_linear(x, gate, norm, weight, choice, eps=eps, silu=silu)
     gated = gated_rms_norm_silu if silu else gated_rms_norm_sigmoid
     return linear(gated(x, gate, norm, eps).flatten(1), weight)

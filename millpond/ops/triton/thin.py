@@ -42,6 +42,13 @@ def thin_linear(x: torch.Tensor, weight: torch.Tensor, choice: ThinChoice) -> to
     return _launch(PLAIN, x, None, None, None, weight, choice)[0]
 
 
+def thin_linear_swiglu(
+    x: torch.Tensor, weight: torch.Tensor, choice: ThinChoice, *, limit: float | None
+) -> torch.Tensor:
+    """As the reference's `linear_swiglu`."""
+    return _launch(PLAIN, x, None, None, None, weight, choice, swiglu=True, limit=limit)[0]
+
+
 def thin_norm_linear(
     x: torch.Tensor,
     y: torch.Tensor | None,

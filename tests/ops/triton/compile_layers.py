@@ -19,7 +19,18 @@ from triton.runtime.jit import JITFunction
 
 from bench.ops.compile import Compiled, NoDriver, usage
 from millpond.ops.batch import ForwardBatch
-from millpond.ops.triton import attention, elementwise, hyper, indexer, moe, norms, sampling, writes
+from millpond.ops.triton import (
+    attention,
+    elementwise,
+    hyper,
+    indexer,
+    layer_choices,
+    moe,
+    norms,
+    sampling,
+    thin,
+    writes,
+)
 from tests.ops.test_sampling import Ask, rows_of
 from tests.ops.triton.layers import mixed_batch
 
@@ -110,6 +121,7 @@ def by_token(s: Sizes, t: int) -> None:
     short, of_head = view(t, s.heads, s.dim), zeros(s.dim)
     norms.zero_centred_rms_norm(short, of_head, 1e-6)
     norms.layer_norm(view(t, s.index_dim), zeros(s.index_dim), zeros(s.index_dim), 1e-6)
+    norms.add_norm(x, x, weight, eps=1e-5, zero_centred=False)
     norms.gated_rms_norm_silu(short, short, of_head.float(), 1e-6)
     norms.gated_rms_norm_sigmoid(short, short, of_head.float(), 1e-6)
     elementwise.sigmoid_gate(short, short)
@@ -129,13 +141,30 @@ def by_token(s: Sizes, t: int) -> None:
     moe.moe_route_sigmoid(
         x, gate.float(), zeros(s.experts), top_k=s.top_k, scale=2.5, renormalise=True
     )
-    moe.grouped_experts(
-        x, weights, experts, torch.empty((s.experts, 2 * s.middle, s.hidden), dtype=BF16),
-        torch.empty((s.experts, s.hidden, s.middle), dtype=BF16), limit=10.0,
-    )  # fmt: skip
+    for layer_choices.CROWD in (10**6, 0):  # few choices of an expert, and many
+        moe.grouped_experts(
+            x, weights, experts, torch.empty((s.experts, 2 * s.middle, s.hidden), dtype=BF16),
+            torch.empty((s.experts, s.hidden, s.middle), dtype=BF16), limit=10.0, shared=x,
+        )  # fmt: skip
+    if t <= layer_choices.THIN_TOKENS:
+        products(s, x, short)
     for ask in (Ask(top_k=20, top_p=0.9), Ask(temperature=0.0), Ask(seed=1)):
         rows = rows_of(*[ask] * t, vocab=s.vocabulary)
         sampling.sample(torch.zeros(t, s.vocabulary), rows)
+
+
+def products(s: Sizes, x: torch.Tensor, by_head: torch.Tensor) -> None:
+    """Thin ones, with all that may stand around them."""
+    norm, named = zeros(s.hidden), {"eps": 1e-6, "zero_centred": True}
+    for choice in (layer_choices.NARROW, layer_choices.WIDE):
+        weight = zeros(2 * s.middle, s.hidden)
+        thin.thin_linear(x, weight, choice)
+        thin.thin_norm_linear(x, x, norm, weight, choice, **named)
+        thin.thin_norm_swiglu(x, x, norm, weight, choice, limit=None, **named)
+        thin.thin_gated_norm_linear(
+            by_head, by_head, zeros(s.dim).float(), zeros(s.middle, s.heads * s.dim), choice,
+            eps=1e-6, silu=True,
+        )  # fmt: skip
 
 
 EXPECTED = {
@@ -147,8 +176,12 @@ EXPECTED = {
     "elementwise._swiglu": 2,  # with and without a limit
     "indexer._scores": 2,  # prompt rows, single tokens
     "moe._choose": 2,
+    "moe._order": 2,  # few choices of an expert, and many
+    "moe._up": 2,
+    "moe._down": 2,
+    "thin._thin": 8,  # narrow and wide, four kinds
     "narrow._parts": 3,  # two routers and the streams
-    "norms._vectors": 5,
+    "norms._vectors": 6,
 }
 """How many forms of a kernel one model's sizes make; one of all others."""
 

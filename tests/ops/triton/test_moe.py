@@ -6,8 +6,10 @@ import pytest
 import torch
 
 from millpond.ops.reference import moe as reference
+from millpond.ops.triton import layer_choices
 from tests.ops.triton.layers import DTYPES, NAN, far, poisoned
 from tests.ops.triton.side_by_side import equal_bytes
+from tests.ops.triton.test_dense import on
 from tests.ops.triton.tolerances import within
 
 kernels = pytest.importorskip("millpond.ops.triton.moe")
@@ -65,11 +67,14 @@ def test_equal_scores_go_to_the_lower_expert_and_nan_to_valid_ones(device: torch
         assert weights[1].isnan().all()
 
 
+@pytest.mark.parametrize("crowd", [0, 1000], ids=["many", "few"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("limit", [None, 0.5])
 def test_experts_equal_the_reference(
-    limit: float | None, dtype: torch.dtype, device: torch.device
-) -> None:
+    limit: float | None, dtype: torch.dtype, crowd: int, device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(layer_choices, "CROWD", crowd)
     tokens, hidden, middle, count = 75, 72, 40, 5
     x = random(tokens, hidden, dtype=dtype, made=1)
     gate_up = random(count, 2 * middle, hidden, dtype=dtype, made=2) / 8
@@ -85,6 +90,17 @@ def test_experts_equal_the_reference(
     inputs = [v.to(device) for v in (weights, experts, gate_up, down)]
     found = kernels.grouped_experts(x.to(device), *inputs, limit=limit)
     torch.testing.assert_close(found.cpu(), expected, **within("experts", dtype))
+
+    shared = random(tokens, hidden + 3, dtype=dtype, made=6)[:, :hidden]
+    for gate in (None, random(tokens, 1, dtype=dtype, made=7)):
+        also = {"limit": limit, "shared": shared, "shared_gate": gate}
+        expected = reference.grouped_experts(x, weights, experts, gate_up, down, **also)
+        also |= {
+            "shared": on(device, shared),
+            "shared_gate": gate if gate is None else gate.to(device),
+        }
+        both = kernels.grouped_experts(x.to(device), *inputs, **also)
+        torch.testing.assert_close(both.cpu(), expected, **within("experts", dtype))
 
     few = slice(70, 73)
     alone = kernels.grouped_experts(

@@ -77,6 +77,16 @@ def test_sum_norm_product_and_activation_in_one(
             assert equal_bytes(found[1].cpu().contiguous(), expected[1].contiguous())
 
 
+def test_a_product_and_its_activation_in_one(choice: ThinChoice, device: torch.device) -> None:
+    dtype, outputs, inner = torch.bfloat16, 40, 96
+    weight = random(2 * outputs, inner, dtype=dtype) / inner**0.5
+    x = view_of_wider(5, inner, dtype=dtype, made=1)
+    for limit in (None, 0.5):
+        expected = reference.linear_swiglu(x, weight, limit=limit)
+        found = kernels.thin_linear_swiglu(on(device, x), weight.to(device), choice, limit=limit)
+        torch.testing.assert_close(found.cpu(), expected, **within("experts", dtype))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("silu", [False, True])
 def test_a_gated_norm_by_heads_and_a_product_in_one(
