@@ -17,6 +17,7 @@ import torch
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 from bench.ops.compile import NoDriver
+from millpond.errors import Refused
 from millpond.ops.triton.elementwise import sigmoid_gate, swiglu
 from millpond.runtime.compiled import Compilations
 from millpond.runtime.compiling import compiling
@@ -40,6 +41,12 @@ try:
 except ZeroDivisionError:
     pass
 assert JITFunction.run is run
+sigmoid_gate.__globals__["_sigmoid_gate"].compile = lambda *_, **__: 1 / 0
+try:
+    with compiling(2):
+        sigmoid_gate(x.float(), x.float())
+except Refused as error:
+    print(error)
 print("threads", "millpond-compile" in names, told)
 """
 
@@ -54,7 +61,10 @@ def test_kernels_are_compiled_by_threads_once_each_and_none_is_launched(tmp_path
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.splitlines() == [
+    counted, again, refused, threads = done.stdout.splitlines()
+    assert "elementwise._sigmoid_gate cannot be compiled by Triton 3." in refused
+    assert "ZeroDivisionError" in refused
+    assert [counted, again, threads] == [
         "counted 3",
         "counted 3",
         "threads True [(1, 3), (2, 3), (3, 3)]",
