@@ -8,14 +8,15 @@ pages, texts and log probabilities are equal byte for byte, and every state is f
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from msgspec.structs import replace
+from msgspec import structs
 
-from tests.exactness import test_cuts, test_mtp, test_schedules, test_speculation
+from tests.exactness import test_ahead, test_cuts, test_mtp, test_schedules, test_speculation
 from tests.exactness.driver import Driver
 from tests.exactness.engines import Ask, House, Served
 from tests.exactness.families import FAMILIES, Kind, executor
@@ -109,7 +110,7 @@ def test_drafts_change_nothing_cold_or_warm(kind: Kind) -> None:
 
 
 def test_a_request_gives_the_bytes_of_itself_alone_in_a_batch_of_any_size(kind: Kind) -> None:
-    params = replace(GREEDY, max_tokens=3)
+    params = structs.replace(GREEDY, max_tokens=3)
     asks = [Ask(BASE[i : 2 * i + 33], params) for i in range(64)]
     for count in MANY[kind.device]:
         house = House(
@@ -121,6 +122,19 @@ def test_a_request_gives_the_bytes_of_itself_alone_in_a_batch_of_any_size(kind: 
         assert is_sound(test_schedules.check(kind, house, asks[:: 1 if count > 5 else 7]))
 
 
+@pytest.mark.parametrize("k", [0, 3])
+def test_steps_that_are_replayed_two_in_flight_change_nothing(k: int, kind: Kind) -> None:
+    recorded = replace(kind, recorded=True)
+    test_schedules.TRUTHS[recorded] = test_schedules.TRUTHS[kind]
+    later = [Ask(ask.tokens, ask.params, arrives=40) for ask in test_ahead.ASKS]
+    house = House(num_drafts=k, runs_ahead=True, settings=test_speculation.ALONG)
+    served = test_speculation.check(recorded, house, [*test_ahead.ASKS, *later])
+    assert served.stats.steps_ahead > 0
+    assert served.cached[3:] == [64, 0, 64]
+    assert served.executor.worker.runner.num_replays > 0
+    assert is_sound(served)
+
+
 def test_answers_pushed_out_are_recomputed(kind: Kind) -> None:
     asks = [Ask(prompt[i : i + 126], SEEDED) for i in (0, 7) for prompt in (BASE, OTHER)]
     house = House(num_slots=5, num_pages=9, num_seats=4, settings={"max_prefill_tokens": 512})
@@ -130,8 +144,11 @@ def test_answers_pushed_out_are_recomputed(kind: Kind) -> None:
 
 
 def test_answers_pushed_out_with_drafts_pending_are_recomputed(kind: Kind) -> None:
-    old = Ask(BASE[:110], replace(test_speculation.SEEDED, max_tokens=30))
-    asks = [old, Ask(OTHER[:190], replace(test_speculation.GREEDY, max_tokens=40), arrives=2)]
+    old = Ask(BASE[:110], structs.replace(test_speculation.SEEDED, max_tokens=30))
+    asks = [
+        old,
+        Ask(OTHER[:190], structs.replace(test_speculation.GREEDY, max_tokens=40), arrives=2),
+    ]
     house = House(num_drafts=3, num_slots=5, num_pages=6, num_seats=2)
     served = test_speculation.check(kind, house, asks, lambda: 2)
     assert served.stats.preemptions > 0

@@ -49,6 +49,10 @@ PLACES = [
 everywhere = pytest.mark.parametrize(("family", "device"), PLACES)
 
 
+def reference(family: str, dtype: torch.dtype = torch.float32) -> Kind:
+    return Kind(family, dtype=dtype, backend="torch")
+
+
 def at(device: str, family: str, dtype: torch.dtype = torch.float32) -> Kind:
     """On the CPU with products in another order than the reference's, so that something differs."""
     return Kind(family, device, dtype, "halved" if device == "cpu" else "own")
@@ -67,7 +71,7 @@ def test_in_fp32_tokens_equal_the_references_numbers_and_states_are_near(
     family: str, num_drafts: int, device: str
 ) -> None:
     found, found_bytes = run(at(device, family), num_drafts)
-    expected, expected_bytes = run(Kind(family), num_drafts)
+    expected, expected_bytes = run(reference(family), num_drafts)
     assert found.texts == expected.texts
     assert found.cached == expected.cached == [0, 0, 0, 128, 192, 192]
     assert found.drafts == expected.drafts
@@ -160,15 +164,15 @@ def test_in_bf16_numbers_are_no_further_from_fp32_than_the_references(
     family: str, device: str
 ) -> None:
     """Rounding to bf16 at every step moves numbers by more than any tolerance worth naming."""
-    exact, exact_state = scored(Kind(family))
-    reference, reference_state = scored(Kind(family, dtype=torch.bfloat16))
+    exact, exact_state = scored(reference(family))
+    rounded, rounded_state = scored(reference(family, torch.bfloat16))
     found, found_state = scored(at(device, family, torch.bfloat16))
     for part in (slice(WHOLE - 1), slice(WHOLE - 1, None)):
-        noise = distance(reference[part], exact[part])
+        noise = distance(rounded[part], exact[part])
         assert distance(found[part], exact[part]) <= BF16_NOISE * noise
         assert noise > 0
     for name, value in exact_state.items():
-        noise = distance(reference_state[name], value)
+        noise = distance(rounded_state[name], value)
         assert distance(found_state[name], value) <= BF16_STATE_NOISE * noise, name
 
 
@@ -194,7 +198,7 @@ def test_in_fp32_any_number_of_requests_at_once_gives_the_tokens_of_the_referenc
     family: str, device: str
 ) -> None:
     """Products depend on how many rows there are: tokens are equal, bytes are not asked for."""
-    expected = of_batch(Kind(family), 64)
+    expected = of_batch(reference(family), 64)
     for count in COUNTS[device]:
         found = of_batch(at(device, family), count)
         assert found.texts == expected.texts
