@@ -75,9 +75,14 @@ def rope_tables(
     positions: torch.Tensor, rotary_dim: int, theta: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """positions [T] -> cos, sin [T, dim / 2] fp32; angle i is position * theta^(-2i / dim)."""
-    steps = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=positions.device)
-    angles = positions.float()[:, None] * (1.0 / theta ** (steps / rotary_dim))
+    angles = positions.float()[:, None] * rope_speeds(rotary_dim, theta, positions.device)
     return angles.cos(), angles.sin()
+
+
+def rope_speeds(rotary_dim: int, theta: float, device: torch.device) -> torch.Tensor:
+    """The angles of position 1: [dim / 2] fp32."""
+    steps = torch.arange(0, rotary_dim, 2, dtype=torch.float32, device=device)
+    return 1.0 / theta ** (steps / rotary_dim)
 
 
 def rotate_partial(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

@@ -36,7 +36,7 @@ _OPS = {
         "layer_norm",
         "add_norm",
     ),
-    "elementwise": ("swiglu", "rotate_partial"),
+    "elementwise": ("swiglu", "rope_tables", "rotate_partial"),
     "hyper": ("hyper_pre", "hyper_post", "hyper_mean"),
     "moe": ("moe_route_softmax", "moe_route_sigmoid", "grouped_experts"),
     "sampling": ("sample",),

@@ -5,12 +5,14 @@ Contract and rounding: `millpond.ops.reference.dense`. Inputs may be views of wi
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
 
 import torch
 import triton
 import triton.language as tl
 
+from millpond.ops.reference.dense import rope_speeds
 from millpond.ops.triton.live import live
 from millpond.ops.triton.shared import (
     LAUNCH,
@@ -23,6 +25,9 @@ from millpond.ops.triton.shared import (
 
 BLOCK = 1024
 """Elements of a program. Not measured yet."""
+
+ANGLES = 16
+"""Tokens of a program that makes their rotations."""
 
 
 def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
@@ -47,6 +52,26 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> 
             SIZE=size, BLOCK=min(BLOCK, power_of_two(size)), LIMIT=limit, num_warps=4, **LAUNCH,
         )  # fmt: skip
     return out
+
+
+def rope_tables(
+    positions: torch.Tensor, rotary_dim: int, theta: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As the reference, in one launch."""
+    count, half = positions.shape[0], rotary_dim // 2
+    cos, sin = torch.empty((2, count, half), dtype=torch.float32, device=positions.device)
+    if count:
+        _angles[(triton.cdiv(count, ANGLES),)](
+            positions, _speeds(rotary_dim, theta, positions.device), cos, sin, count,
+            HALF=half, HP=power_of_two(half), BLOCK=ANGLES, num_warps=4, **LAUNCH,
+        )  # fmt: skip
+    return cos, sin
+
+
+@cache
+def _speeds(rotary_dim: int, theta: float, device: torch.device) -> torch.Tensor:
+    """As the reference's, computed once where the reference computes them: on the CPU."""
+    return rope_speeds(rotary_dim, theta, torch.device("cpu")).to(device)
 
 
 def rotate_partial(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -75,6 +100,22 @@ def bounded_swiglu(gate, up, LIMIT: tl.constexpr, KEPT: tl.constexpr):
         up = tl.where(up > LIMIT, LIMIT, tl.where(up < -LIMIT, -LIMIT, up))
         up = rounded(up, KEPT).to(tl.float32)
     return rounded(rounded(silu(gate), KEPT).to(tl.float32) * up, KEPT)
+
+
+@live
+def _angles(
+    positions, speeds, cos, sin, count,
+    HALF: tl.constexpr, HP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """BLOCK tokens."""
+    token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    i = tl.arange(0, HP)
+    here = (token < count)[:, None] & (i < HALF)[None, :]
+    position = tl.load(positions + token, mask=token < count, other=0).to(tl.float32)
+    angle = position[:, None] * tl.load(speeds + i, mask=i < HALF, other=0.0)[None, :]
+    place = token.to(tl.int64)[:, None] * HALF + i[None, :]
+    tl.store(cos + place, tl.cos(angle), mask=here)
+    tl.store(sin + place, tl.sin(angle), mask=here)
 
 
 @live

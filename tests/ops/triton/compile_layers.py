@@ -128,6 +128,7 @@ def by_token(s: Sizes, t: int) -> None:
     elementwise.swiglu(x, x)
     elementwise.swiglu(x, x, 10.0)
     angles = zeros(t, s.rotary // 2, dtype=torch.float32)
+    elementwise.rope_tables(torch.zeros(t, dtype=torch.int64), s.rotary, 1e7)
     elementwise.rotate_partial(short, angles, angles)
     streams, base = zeros(t, 4, s.hidden), zeros(24, dtype=torch.float32)
     post, mix, y = hyper.hyper_pre(

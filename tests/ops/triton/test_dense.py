@@ -114,6 +114,15 @@ def test_gates_and_activations_equal_the_reference(
     assert found[0, 0, :2].isnan().all()
 
 
+def test_rotations_far_out_are_those_of_the_reference(device: torch.device) -> None:
+    positions = torch.tensor([0, 1, 5, 70_000, 262_143, 1_010_000] * 5)
+    expected = reference.rope_tables(positions, 12, 1e7)
+    found = elements.rope_tables(positions.to(device), 12, 1e7)
+    for ours, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours.cpu(), theirs, atol=1e-6, rtol=0.0)
+    assert [x.shape for x in elements.rope_tables(positions[:0].to(device), 12, 1e7)] == [(0, 6)] * 2
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("sizes", [(5, 20, 3), (6, 32, 8), (1, 16, 8)], ids=str)
 def test_the_first_dimensions_are_rotated_the_others_pass(
