@@ -265,10 +265,10 @@ def load_state(
     at = bank + tl.maximum(slot, 0) * stride + tile_places(head, values, K, V, SPAN)
     if FULL:
         if slot >= 0:
-            s0 = tl.load(at)
-            s1 = tl.load(at + SPAN)
-            s2 = tl.load(at + 2 * SPAN)
-            s3 = tl.load(at + 3 * SPAN)
+            s0 = tl.load(at, eviction_policy="evict_first")
+            s1 = tl.load(at + SPAN, eviction_policy="evict_first")
+            s2 = tl.load(at + 2 * SPAN, eviction_policy="evict_first")
+            s3 = tl.load(at + 3 * SPAN, eviction_policy="evict_first")
         else:
             s0 = tl.zeros([values.shape[0], SPAN], tl.float32)
             s1 = tl.zeros([values.shape[0], SPAN], tl.float32)
@@ -298,10 +298,10 @@ def store_state(
     at = bank + tl.maximum(slot, 0) * stride + tile_places(head, values, K, V, SPAN)
     if FULL:
         if slot >= 0:
-            tl.store(at, s[0])
-            tl.store(at + SPAN, s[1])
-            tl.store(at + 2 * SPAN, s[2])
-            tl.store(at + 3 * SPAN, s[3])
+            tl.store(at, s[0], eviction_policy="evict_first")
+            tl.store(at + SPAN, s[1], eviction_policy="evict_first")
+            tl.store(at + 2 * SPAN, s[2], eviction_policy="evict_first")
+            tl.store(at + 3 * SPAN, s[3], eviction_policy="evict_first")
     else:
         tl.store(at, s[0], mask=_inside(slot, values, 0, K, V, SPAN))
         tl.store(at + SPAN, s[1], mask=_inside(slot, values, 1, K, V, SPAN))
