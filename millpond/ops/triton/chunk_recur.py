@@ -1,6 +1,7 @@
 """The delta rule along the chunks of a row, from slot to slot, with what `chunk_prepare` made.
 
-A program holds all key channels and some value channels of one head's state, fp32, in registers.
+A program holds all key channels and some value channels of one head's state, fp32, in registers,
+where it and what becomes of it are the left operands of every product.
 One loop runs over all chunks of its row, so that loads stay ahead of it: where a state is wanted on
 the way, it is stored in passing. Knows nothing of decay inputs, beta or norms.
 """
@@ -16,18 +17,18 @@ from millpond.ops.triton.shared import kernel, product, rounded, tell
 
 @triton.jit
 def _load_state(bank, slot, head, keys, values, stride, K: tl.constexpr, V: tl.constexpr):
-    """One head's rows `values` of a slot [KP, BV] fp32; zero where there is no slot."""
-    inside = (keys < K)[:, None] & (values < tl.where(slot >= 0, V, 0))[None, :]
+    """One head's rows `values` of a slot [BV, KP] fp32; zero where there is no slot."""
+    inside = (values < tl.where(slot >= 0, V, 0))[:, None] & (keys < K)[None, :]
     at = bank + tl.maximum(slot, 0) * stride + head * (V * K)
-    return tl.load(at + values[None, :] * K + keys[:, None], mask=inside, other=0.0)
+    return tl.load(at + values[:, None] * K + keys[None, :], mask=inside, other=0.0)
 
 
 @triton.jit
 def _store_state(bank, slot, s, head, keys, values, stride, K: tl.constexpr, V: tl.constexpr):
-    """s [KP, BV] into one head's rows of a slot, unless there is none."""
-    inside = (keys < K)[:, None] & (values < tl.where(slot >= 0, V, 0))[None, :]
+    """s [BV, KP] into one head's rows of a slot, unless there is none."""
+    inside = (values < tl.where(slot >= 0, V, 0))[:, None] & (keys < K)[None, :]
     at = bank + tl.maximum(slot, 0) * stride + head * (V * K)
-    tl.store(at + values[None, :] * K + keys[:, None], s, mask=inside)
+    tl.store(at + values[:, None] * K + keys[None, :], s, mask=inside)
 
 
 @triton.jit
@@ -97,7 +98,7 @@ def _recur(
     tile_at = i[:, None] * K + keys[None, :]
     pair_at = i[:, None] * 64 + i[None, :]
     some_keys = (keys < K)[None, :]
-    some_values = (values < V)[None, :]
+    some_values = (values < V)[:, None]
     for chunk in tl.range(0, ((length + 63) // 64).to(tl.int32), num_stages=STAGES):
         to = tl.load(due + block + chunk)
         record = work + ((block + chunk) * H + head) * RECORD
@@ -108,39 +109,39 @@ def _recur(
         solve = tl.load(record + pair_at)
         pairs = tl.load(record + 4096 + pair_at)
         vs = _tile(
-            v_at + token[:, None] * v_stride + head * V + values[None, :], some_values, V % BV == 0
+            v_at + token[None, :] * v_stride + head * V + values[:, None], some_values, V % BV == 0
         )
         if BY_CHANNEL:
             tiles = record + 2 * 4096
             k_since = _tile(tiles + tile_at, some_keys, K == KP)
             q_since = _tile(tiles + 64 * K + tile_at, some_keys, K == KP)
             k_until = _tile(tiles + 2 * 64 * K + tile_at, some_keys, K == KP)
-            fall = tl.load(numbers + keys, mask=keys < K, other=0.0)[:, None]
+            fall = tl.load(numbers + keys, mask=keys < K, other=0.0)[None, :]
         else:
             own = key_head * K + keys[None, :]
             k_since = _tile(k_at + token[:, None] * k_stride + own, some_keys, K == KP)
             q_since = _tile(q_at + token[:, None] * q_stride + own, some_keys, K == KP)
             k_until = k_since
-            of_k = tl.load(numbers + i)[:, None]
-            of_q = tl.load(numbers + 64 + i)[:, None]
-            until = tl.load(numbers + 2 * 64 + i)[:, None]
+            of_k = tl.load(numbers + i)[None, :]
+            of_q = tl.load(numbers + 64 + i)[None, :]
+            until = tl.load(numbers + 2 * 64 + i)[None, :]
             fall = tl.load(numbers + 3 * 64)
         held = rounded(s, OPERAND)
-        known = product(k_since, held, OPERAND, PRECISION)
+        known = product(held, tl.trans(k_since), OPERAND, PRECISION)
         if not BY_CHANNEL:
             known *= of_k
-        fresh = product(solve, vs.to(tl.float32) - known, OPERAND, PRECISION)
+        fresh = product(vs.to(tl.float32) - known, tl.trans(solve), OPERAND, PRECISION)
         taken = rounded(fresh, OPERAND)
-        read = product(q_since, held, OPERAND, PRECISION)
+        read = product(held, tl.trans(q_since), OPERAND, PRECISION)
         if not BY_CHANNEL:
             read *= of_q
-        read += product(pairs, taken, OPERAND, PRECISION)
+        read += product(taken, tl.trans(pairs), OPERAND, PRECISION)
         if not BY_CHANNEL:
             taken = rounded(fresh * until, OPERAND)
-        s = s * fall + product(tl.trans(k_until), taken, OPERAND, PRECISION)
-        at = o_at + ((begin + place)[:, None] * H + head) * V + values[None, :]
+        s = s * fall + product(taken, k_until, OPERAND, PRECISION)
+        at = o_at + ((begin + place)[None, :] * H + head) * V + values[:, None]
         tl.store(
-            at, rounded(read, o_at.dtype.element_ty), mask=(place < length)[:, None] & some_values
+            at, rounded(read, o_at.dtype.element_ty), mask=some_values & (place < length)[None, :]
         )
         if to >= 0:
             _store_state(bank, to, s, head, keys, values, bank_stride, K, V)
