@@ -17,13 +17,16 @@ from tests.ops.triton.tolerances import within
 pytestmark = pytest.mark.usefixtures("poisoned")
 
 KINDS = ["gdn", "kda", "kda_softplus"]
+PUBLISHED = ["gdn_published", "kda_published"]
+"""Heads of the size of real models, whose tiles and code are not those of small ones."""
+
 DTYPES = [torch.float32, torch.bfloat16]
 
 
 class Layer:
     """Random inputs of one layer; q, k, v are views of wider rows.
 
-    Sizes are no powers of two, but for the last kind: its tiles are full, and need no mask.
+    Sizes of the first two kinds are no powers of two; tiles of the others are full and unmasked.
     """
 
     def __init__(
@@ -35,7 +38,10 @@ class Layer:
             "gdn": (1, 2, 16, 40),
             "kda": (2, 2, 24, 16),
             "kda_softplus": (2, 2, 32, 16),
+            "gdn_published": (1, 1, 128, 128),
+            "kda_published": (1, 1, 128, 128),
         }[kind]
+        kind = kind.removesuffix("_published")
         if key_heads is not None:
             self.heads, self.key_heads = key_heads * self.heads // self.key_heads, key_heads
         self.decay_shape = (self.heads,) if kind == "gdn" else (self.heads, self.k_dim)
@@ -172,9 +178,13 @@ def test_verify_rows_fold_what_is_pending_once_and_run_their_drafts_for_outputs(
             assert equal_bytes(a[at], b[at])
 
 
-@pytest.mark.parametrize("export", [1, 2, 3])
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("kind", "dtype", "export"),
+    [
+        *((kind, dtype, export) for kind in KINDS for dtype in DTYPES for export in (1, 2, 3)),
+        *((kind, torch.bfloat16, 2) for kind in PUBLISHED),
+    ],
+)
 def test_speculation_gives_the_bytes_of_plain_decode(
     kind: str, dtype: torch.dtype, export: int, device: torch.device
 ) -> None:
