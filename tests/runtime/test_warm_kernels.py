@@ -38,3 +38,16 @@ def test_a_warm_up_that_leaves_kinds_out_is_found_out_by_name() -> None:
     *late, last = asked("glm", 0, "few")
     assert any("ops.triton." in line and "was compiled while" in line for line in late)
     assert int(last.split()[-1]) > 0
+
+
+@pytest.mark.slow
+def test_every_kernel_that_a_start_asks_for_compiles_for_a_gpu(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "bench.ops.start", "--models", "tiny-g8", "--drafts", "1"],
+        cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    for kernel in ("tokens._verify", "attention._singles", "moe._up", "sampling._cuts"):
+        assert kernel in done.stdout
