@@ -63,7 +63,7 @@ class _Bar:
             self._bar.add_task(self._title, total=max(total, done))
             self._bar.start()
         if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=done)
+            self._bar.update(self._bar.task_ids[0], completed=done, total=max(total, done))
 
     def __exit__(
         self,
