@@ -116,10 +116,13 @@ def table(results: Results) -> str:
     """Markdown: header, table, and what it does not show."""
     lines = [*_header(results), "", _line(HEADS), _line(["---"] * len(HEADS))]
     lines += [_line(_cells(row, results)) for row in results.rows]
-    lines += [
-        f"\n`{r['what']}` failed: {r['error']}" for r in results.others if r["kind"] == "error"
-    ]
+    lines += _failures(results)
     return "\n".join([*lines, LIMITS, ""])
+
+
+def _failures(results: Results) -> list[str]:
+    errors = [r for r in results.others if r["kind"] == "error"]
+    return [f"\n`{r['what']}` failed: {r['error']}" for r in errors]
 
 
 def _line(cells: Iterable[object]) -> str:
@@ -305,6 +308,7 @@ def main(arguments: list[str]) -> int:
         return 1
     if not results.rows:
         print(f"report: run {results.run} has no repetition that counts")
+        print(*_failures(results), sep="\n")
         return 1
     folder = given.to or given.file.parent
     folder.mkdir(parents=True, exist_ok=True)

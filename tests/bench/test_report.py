@@ -162,12 +162,16 @@ def test_what_failed_is_named(measures: Record) -> None:
     assert "`C` failed: StepFailed: out of memory" in found
 
 
-def test_the_command_writes_a_table_and_a_plot(measures: Record, tmp_path: Path) -> None:
+def test_the_command_writes_a_table_and_a_plot(
+    measures: Record, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "engine.jsonl"
     records = [tower("1"), trial("1", measures, "B"), trial("1", measures, "D", "on")]
     file.write_text("\n".join(json.dumps(r) for r in records))
     assert report.main([str(file)]) == 0
     assert (tmp_path / "engine-1.md").read_text().startswith("q4 in bfloat16")
     assert (tmp_path / "engine-1.png").stat().st_size > 1000
-    file.write_text(json.dumps(tower("1")))
+    error = dict(run="1", kind="error", what="A", error="Refused: no memory", trace="")
+    file.write_text(json.dumps(tower("1")) + "\n" + json.dumps(error))
     assert report.main([str(file)]) == 1
+    assert "Refused: no memory" in capsys.readouterr().out
