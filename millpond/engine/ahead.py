@@ -61,50 +61,56 @@ class Ahead:
         flying = before.plan
         if not self._runs_ahead or flying.prefill or flying.decode:
             return None
-        scheduler, ledger = self._scheduler, self._scheduler.ledger
+        scheduler = self._scheduler
         if not scheduler.is_settled or scheduler.tiers.wants_room:
             return None
-        bounds: list[int] = []  # of the tokens known once the step in flight is over, from above
-        staying = 0
-        for sequence, row in zip(before.verify, flying.verify, strict=True):
-            if sequence.is_leaving:
-                bounds.append(0)
-                continue
-            if not sequence.is_plain or sequence.guide is not None:
+        if not before.is_plain:
+            before.is_plain = all(one.is_plain and one.guide is None for one in before.verify)
+            if not before.is_plain:
                 return None
-            staying += 1
-            known = len(sequence.tokens) + 1
-            if known >= sequence.request.length_limit:
-                bounds.append(0)
-                continue
-            known += row.num_drafts
-            drafting.take_pages(ledger, sequence, known, self._num_drafts)
-            if known > len(sequence.pages) * PAGE_SIZE:
-                return None
-            bounds.append(known)
-        if staying < len(scheduler.running) or not any(bounds):
-            return None
+        most = self._num_drafts
         sequences: list[Sequence] = []
         rows: list[VerifyRow] = []
         due: list[int] = []
-        for sequence, row, known in zip(before.verify, flying.verify, bounds, strict=True):
-            if not known:
+        staying = 0
+        for sequence, row in zip(before.verify, flying.verify, strict=True):
+            if sequence.is_leaving:
                 continue
+            staying += 1
             start = len(sequence.tokens)
-            slot = sequence.state.plan_ahead()
-            if scheduler.along.passes(start, known):
-                due.append(len(rows))
+            drafts = row.num_drafts
+            known = start + 1 + drafts  # tokens at most, once the step in flight is over
+            num_drafts = most
+            if known > sequence.calm_until:
+                if start + 1 >= sequence.request.length_limit:
+                    continue  # its last token is under way
+                drafting.take_pages(scheduler.ledger, sequence, known, most)
+                if known > len(sequence.pages) * PAGE_SIZE:
+                    return None
+                num_drafts = drafting.num_drafts(sequence, known, most)
+                if scheduler.along.passes(start, known):
+                    due.append(len(rows))
+                else:
+                    anchor = scheduler.along.next_after(start)
+                    sequence.calm_until = drafting.calm_until(sequence, most, anchor)
             sequences.append(sequence)
+            slot = row.state_out
             rows.append(
                 VerifyRow(
                     request=row.request,
                     seat=row.seat,
                     start=start,
-                    pending=known - start - 1,
-                    num_drafts=drafting.num_drafts(sequence, known, self._num_drafts),
+                    pending=drafts,
+                    num_drafts=num_drafts,
                     state_in=slot,
                     state_out=slot,
                 )
             )
-        ledger.counters.steps_ahead += 1
-        return scheduler.schedule_live(sequences, rows, due)
+        if staying < len(scheduler.running) or not rows:
+            return None
+        for sequence in sequences:
+            sequence.state.plan_ahead()
+        scheduler.ledger.counters.steps_ahead += 1
+        scheduled = scheduler.schedule_live(sequences, rows, due)
+        scheduled.is_plain = True
+        return scheduled

@@ -24,6 +24,7 @@ class AnswerAnchors:
     def __init__(self, ledger: Ledger) -> None:
         self._ledger = ledger
         self._step = ledger.settings.decode_anchor_step
+        self._kept: int | None = None  # states kept, and planned to be; None: not counted yet
 
     # In a plan.
 
@@ -33,6 +34,10 @@ class AnswerAnchors:
         That it starts from, or that it only passes; in its own output the state at `end` is safe.
         """
         return self._step > 0 and -start % self._step < end - start
+
+    def next_after(self, start: int) -> int | None:
+        """The first place after `start` where a state is worth keeping; None: nowhere."""
+        return (start // self._step + 1) * self._step if self._step else None
 
     def _is_due(self, sequence: Sequence, start: int) -> bool:
         """Whether the state at `start`, which a planned row overwrites, is to be kept."""
@@ -58,6 +63,7 @@ class AnswerAnchors:
         `rows` belong to `decode`; those of `due` read such a state and get another output.
         """
         pool = self._ledger.pool
+        self._kept = None
         for index in due:
             sequence, row = decode[index], rows[index]
             if self._is_due(sequence, row.start) and self._has_room(sequence, running):
@@ -71,15 +77,17 @@ class AnswerAnchors:
         due: list[int],
     ) -> None:
         """The same for verify rows: one reads such a state, or exports it from what it folds."""
-        pool, step = self._ledger.pool, self._step
+        pool = self._ledger.pool
+        self._kept = None
         for index in due:
             sequence, row = verify[index], rows[index]
-            inside = (row.start // step + 1) * step
+            inside = self.next_after(row.start)
             if self._is_due(sequence, row.start):
                 if self._has_room(sequence, running):
                     rows[index] = replace(row, state_out=sequence.state.keep_input(pool))
             elif (
-                inside < row.end
+                inside is not None
+                and inside < row.end
                 and sequence.epoch == self._ledger.epoch
                 and self._has_room(sequence, running)
             ):
@@ -95,9 +103,10 @@ class AnswerAnchors:
         if not pool.num_free:
             state.drop_anchor(pool)
         if not pool.num_free:
-            kept = sum(other.state.anchor is not None for other in running)
-            if kept < self._ledger.settings.checkpoint_budget // 2:
-                self._ledger.evict_slot()
+            if self._kept is None:
+                self._kept = sum(other.state.anchor is not None for other in running)
+            if self._kept < self._ledger.settings.checkpoint_budget // 2:
+                self._kept += self._ledger.evict_slot()
         if not pool.num_free:
             self._skip("no_slot")
         return pool.num_free > 0

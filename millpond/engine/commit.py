@@ -5,7 +5,7 @@ The only place that publishes. Knows neither queue order nor threads.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter
 from collections.abc import Mapping
 
 from millpond.engine.ledger import Ledger
@@ -14,7 +14,7 @@ from millpond.engine.planned import PrefillRow, Scheduled
 from millpond.engine.request import Request, Sequence
 from millpond.engine.scheduler import Scheduler
 from millpond.errors import Broken
-from millpond.plan.step import Emitted, Row, StepResult, Verified
+from millpond.plan.step import Emitted, Row, StepResult
 from millpond.state.lease import Seat, SlotId
 
 MAX_FAILURES = 2
@@ -44,7 +44,8 @@ class Committer:
             raise Broken(f"step {plan.step} was answered with the result of step {result.step}")
         self._ledger.counters.steps += 1
         written = {(entry.slot, entry.end) for entry in result.written}
-        drawn = {emitted.seat: emitted for emitted in result.emitted}
+        known = plan.prefill or plan.decode
+        drawn = {emitted.seat: emitted for emitted in result.emitted} if known else {}
         self._collect_logprobs(scheduled, result)
         unwritten: list[tuple[Sequence, int]] = []
         for planned, row in zip(scheduled.prefill, plan.prefill, strict=True):
@@ -154,21 +155,33 @@ class Committer:
         """Advance live sequences by what is certain, and hand out what they drew; those not
         written are returned, with the ends they should have come to.
         """
-        runs: defaultdict[Seat, list[Emitted]] = defaultdict(list)
-        for emitted in result.emitted:
-            runs[emitted.seat].append(emitted)
-        counts = {verified.seat: verified for verified in result.verified}
-        unwritten = []
-        for sequence, row in zip(scheduled.verify, scheduled.plan.verify, strict=True):
+        plan, pool = scheduled.plan, self._ledger.pool
+        emitted, draw, over = result.emitted, self._outbox.draw, self._over
+        if len(result.verified) != len(plan.verify):
+            raise Broken(f"{len(result.verified)} of {len(plan.verify)} verify rows are reported")
+        # The tokens of known rows come first, then those of each verify row.
+        first = sum(len(row.emit_seats) for row in plan.prefill + plan.decode)
+        drafted: Counter[int] = Counter()
+        accepted: Counter[int] = Counter()
+        unwritten: list[tuple[Sequence, int]] = []
+        leaving: list[Sequence] = []
+        for sequence, row, count in zip(
+            scheduled.verify, plan.verify, result.verified, strict=True
+        ):
+            seat, num_drafted, num_accepted = count.seat, count.drafted, count.accepted
+            last = first + num_accepted
+            run = emitted[first : last + 1]
+            first = last + 1
+            if seat != row.seat or len(run) <= num_accepted or run[-1].seat != seat:
+                raise Broken(f"{sequence.name} drew {len(run)} tokens, of {count}")
             if sequence.is_leaving:
-                self._ledger.counters.rows_wasted += 1
-                self._scheduler.landed(sequence)
+                leaving.append(sequence)
                 continue
             end = len(sequence.tokens)  # with the step before committed, all of them are known
             if (row.state_out, end) not in written:
                 unwritten.append((sequence, end))
                 continue
-            exported = sequence.state.commit(self._ledger.pool, end, written)
+            exported = sequence.state.commit(pool, end, written)
             sequence.folded = end
             if row.export is not None:
                 self._scheduler.along.committed(sequence, row, exported)
@@ -176,11 +189,17 @@ class Committer:
                 self._scheduler.unblock()
             if sequence.failures:
                 _forgive(sequence)
-            count = counts.get(row.seat)
-            if count is None or len(runs[row.seat]) != count.accepted + 1:
-                raise Broken(f"{sequence.name} drew {len(runs[row.seat])} tokens, of {count}")
-            self._ledger.counters.verified(count.drafted, count.accepted)
-            self._draw_run(sequence, runs[row.seat], count)
+            drafted[num_drafted] += 1
+            accepted[num_accepted] += 1
+            if not run[-1].finite:  # it ends a run
+                self._nonfinite(sequence)
+                run = run[:-1]
+            if not sequence.request.aborting and draw(sequence, run, num_drafted, num_accepted):
+                over.append(sequence)
+        self._ledger.counters.verified(drafted, accepted)
+        self._ledger.counters.rows_wasted += len(leaving)
+        for sequence in leaving:
+            self._scheduler.landed(sequence)
         return unwritten
 
     def _fan_out(self, lead: Sequence) -> None:
@@ -202,15 +221,7 @@ class Committer:
         sequence.is_live = True
         if not emitted.finite:
             self._nonfinite(sequence)
-        elif not request.aborting and self._outbox.draw(sequence, emitted):
-            self._over.append(sequence)
-
-    def _draw_run(self, sequence: Sequence, run: list[Emitted], count: Verified) -> None:
-        """Accepted drafts and one more token, up to the one that ends the sample."""
-        sound = [emitted for emitted in run if emitted.finite]
-        if len(sound) < len(run):
-            self._nonfinite(sequence)
-        if not sequence.request.aborting and self._outbox.draw_run(sequence, sound, count):
+        elif not request.aborting and self._outbox.draw(sequence, (emitted,)):
             self._over.append(sequence)
 
     def _nonfinite(self, sequence: Sequence) -> None:

@@ -32,12 +32,13 @@ class Counters:
     accepted_tokens: int = 0
     accepted_per_position: list[int] = field(default_factory=list)  # first draft, second ...
 
-    def verified(self, drafted: int, accepted: int) -> None:
-        """Count one row with drafts."""
-        if not drafted:
-            return
-        self.drafts += 1
-        self.draft_tokens += drafted
-        self.accepted_tokens += accepted
-        for position in range(accepted):
-            self.accepted_per_position[position] += 1
+    def verified(self, drafted: Counter[int], accepted: Counter[int]) -> None:
+        """Count the rows of a step: how many had so many drafts, and accepted so many."""
+        for count, rows in drafted.items():
+            if count:
+                self.drafts += rows
+                self.draft_tokens += count * rows
+        for count, rows in accepted.items():
+            self.accepted_tokens += count * rows
+            for position in range(count):
+                self.accepted_per_position[position] += rows

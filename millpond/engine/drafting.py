@@ -29,3 +29,12 @@ def num_drafts(sequence: Sequence, known: int, most: int) -> int:
         most = min(most, sequence.guide.num_drafts)
     last = min(sequence.request.length_limit - 1, len(sequence.pages) * PAGE_SIZE)
     return max(0, min(most, last - known))
+
+
+def calm_until(sequence: Sequence, most: int, anchor: int | None) -> int:
+    """The most tokens that may be known while live rows take no page and verify `most` drafts.
+
+    Nor do they pass the next `anchor` on the way, if there is one.
+    """
+    room = min(sequence.request.length_limit, len(sequence.pages) * PAGE_SIZE) - 2 * most - 1
+    return room if anchor is None else min(room, anchor)

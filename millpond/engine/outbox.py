@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeAlias
 
 from millpond.engine.counters import Counters
 from millpond.engine.request import Request, Sequence
 from millpond.engine.stream import wake
 from millpond.engine.types import Delta, TokenOut
-from millpond.plan.step import Emitted, TokenLogprob, Verified
+from millpond.plan.step import Emitted, TokenLogprob
 
 Sink: TypeAlias = Callable[[list[Delta]], None]
 """Takes the deltas of a step together, on the engine's thread, in place of the streams."""
@@ -28,39 +28,39 @@ class Outbox:
         self._gathered: list[Delta] = []
         self._woken: list[asyncio.Future[None]] = []
 
-    def draw(self, sequence: Sequence, emitted: Emitted) -> bool:
-        """Append a drawn token and tell the stream; True when the sample is over."""
-        reason, stop = self._append(sequence, emitted.token)
-        out = TokenOut(token=emitted.token, logprob=emitted.logprob, top=emitted.top)
-        self._push(sequence, (out,), reason, stop, None)
-        return reason is not None
+    def draw(
+        self, sequence: Sequence, run: Iterable[Emitted], drafted: int = 0, accepted: int = 0
+    ) -> bool:
+        """Append the tokens of one step and tell the stream; True when one of them ends the sample.
 
-    def draw_run(self, sequence: Sequence, run: list[Emitted], count: Verified) -> bool:
-        """As `draw`, for the tokens of one step; what follows the one that ends it is dropped."""
+        What follows that one is dropped. Of `drafted` drafts so many were `accepted`.
+        """
+        request, tokens, guide = sequence.request, sequence.tokens, sequence.guide
+        stop_ids, limit = request.stop_ids, request.length_limit
         reason = stop = None
         outs = []
         for emitted in run:
-            reason, stop = self._append(sequence, emitted.token)
-            outs.append(TokenOut(token=emitted.token, logprob=emitted.logprob, top=emitted.top))
-            if reason is not None:
-                break
-        if outs:
-            accepted = min(count.accepted, len(outs))
-            self._push(sequence, tuple(outs), reason, stop, None, (count.drafted, accepted))
+            token = emitted.token
+            tokens.append(token)
+            outs.append(TokenOut(token=token, logprob=emitted.logprob, top=emitted.top))
+            if guide is not None:
+                guide.advance(token)
+            if token in stop_ids and len(tokens) >= request.stop_from:
+                reason, stop = "stop", token
+            elif guide is not None and guide.complete:
+                reason = "stop"
+            elif len(tokens) >= limit:
+                reason = "length"
+            else:
+                continue
+            break
+        if not outs:
+            return False
+        count = len(outs)
+        self._counters.generated_tokens += count
+        drafts = (drafted, accepted if accepted < count else count)
+        self._push(sequence, tuple(outs), reason, stop, None, drafts)
         return reason is not None
-
-    def _append(self, sequence: Sequence, token: int) -> tuple[str | None, int | None]:
-        """The finish reason and the stop token, if this token ends the sample."""
-        request, tokens, guide = sequence.request, sequence.tokens, sequence.guide
-        tokens.append(token)
-        if guide is not None:
-            guide.advance(token)
-        self._counters.generated_tokens += 1
-        if token in request.stop_ids and len(tokens) >= request.stop_from:
-            return "stop", token
-        if guide is not None and guide.complete:
-            return "stop", None
-        return ("length" if len(tokens) >= request.length_limit else None), None
 
     def end(
         self, sequence: Sequence, reason: str, error: str | None = None, param: str | None = None
@@ -89,23 +89,32 @@ class Outbox:
         param: str | None = None,
     ) -> None:
         request = sequence.request
-        outcome = logprobs = None
-        if not request.told:
-            request.told = True
-            outcome, logprobs = request.outcome, _prompt_logprobs(request)
-        delta = Delta(
-            request_id=request.spec.request_id,
-            sample_index=sequence.index,
-            tokens=tokens,
-            finish_reason=reason,
-            stop_token=stop,
-            error=error,
-            param=param,
-            drafted=drafts[0],
-            accepted=drafts[1],
-            outcome=outcome,
-            prompt_logprobs=logprobs,
-        )
+        if reason is None and request.told:  # as nearly always
+            delta = Delta(
+                request_id=request.spec.request_id,
+                sample_index=sequence.index,
+                tokens=tokens,
+                drafted=drafts[0],
+                accepted=drafts[1],
+            )
+        else:
+            outcome = logprobs = None
+            if not request.told:
+                request.told = True
+                outcome, logprobs = request.outcome, _prompt_logprobs(request)
+            delta = Delta(
+                request_id=request.spec.request_id,
+                sample_index=sequence.index,
+                tokens=tokens,
+                finish_reason=reason,
+                stop_token=stop,
+                error=error,
+                param=param,
+                drafted=drafts[0],
+                accepted=drafts[1],
+                outcome=outcome,
+                prompt_logprobs=logprobs,
+            )
         if self._sink is not None:
             self._gathered.append(delta)
         elif (waiter := request.stream.push(delta)) is not None:

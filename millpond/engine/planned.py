@@ -55,7 +55,7 @@ class PrefillRow:
 class Scheduled:
     """A plan, and whose rows it holds: `prefill[i]` belongs to the plan's row i, and so on."""
 
-    __slots__ = ("decode", "plan", "prefill", "verify")
+    __slots__ = ("decode", "is_plain", "plan", "prefill", "verify")
 
     def __init__(
         self,
@@ -68,6 +68,7 @@ class Scheduled:
         self.prefill = prefill
         self.decode = decode
         self.verify = verify
+        self.is_plain = False  # whether every live row is known to draw on the device alone
 
 
 def seat_load(sequence: Sequence) -> SeatLoad:

@@ -75,6 +75,7 @@ class Sequence:
 
     __slots__ = (
         "branch_seen",
+        "calm_until",
         "due",
         "epoch",
         "failed_end",
@@ -120,6 +121,7 @@ class Sequence:
         self.seat = NO_SEAT
         self.own_seat: tuple[Seat, ...] = ()
         self.is_live = False  # drew a token in this seat: the device knows its newest tokens
+        self.calm_until = 0  # tokens up to which live rows need no page and pass no anchor
         self.is_leaving = False  # runs no longer, and a step in flight has a row of it
         self.is_plain = _is_plain(spec)  # may run ahead of the tokens it draws
         self.siblings: list[Sequence] = []
@@ -157,6 +159,7 @@ class Sequence:
         self.seat = seat
         self.own_seat = (seat,)
         self.is_live = False
+        self.calm_until = 0
         self.pages_sent = 0
 
 

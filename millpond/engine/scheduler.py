@@ -174,12 +174,17 @@ class Scheduler(Queues):
         state_in, state_out = slots
         if state_in is None:
             raise Broken(f"{sequence.name} is live and has no state")
-        drafting.take_pages(self.ledger, sequence, end, self._num_drafts)
+        start, num_drafts = sequence.folded, self._num_drafts
+        if end > sequence.calm_until or sequence.guide is not None:
+            drafting.take_pages(self.ledger, sequence, end, num_drafts)
+            if self.along.passes(start, end):
+                self._due_verify.append(len(self._verify))
+            else:
+                anchor = self.along.next_after(start)
+                sequence.calm_until = drafting.calm_until(sequence, num_drafts, anchor)
+            num_drafts = drafting.num_drafts(sequence, end, num_drafts)
         if sequence.pages_sent < len(sequence.pages):
             self._send_pages(sequence)
-        start = sequence.folded
-        if self.along.passes(start, end):
-            self._due_verify.append(len(self._verify))
         self._verify.append(sequence)
         self._verify_rows.append(
             VerifyRow(
@@ -187,7 +192,7 @@ class Scheduler(Queues):
                 seat=sequence.seat,
                 start=start,
                 pending=end - start - 1,
-                num_drafts=drafting.num_drafts(sequence, end, self._num_drafts),
+                num_drafts=num_drafts,
                 state_in=state_in,
                 state_out=state_out,
             )

@@ -211,8 +211,9 @@ class Written(msgspec.Struct, frozen=True, array_like=True, gc=False):
 class StepResult(msgspec.Struct, frozen=True, kw_only=True):
     """What a step really did: the tokens drawn and the (slot, end) pairs all layers wrote.
 
-    `emitted` holds one token for each drawing seat of a known row, and for each verify row its
-    accepted drafts and one more, in order. `drafts` are those the plan asks to be told.
+    `emitted` holds one token for each drawing seat of the known rows, then for each verify row its
+    accepted drafts and one more; `verified` follows the verify rows. Of a run of tokens only the
+    last may not be finite. `drafts` are those the plan asks to be told.
     """
 
     step: int

@@ -183,6 +183,12 @@ class RunningState:
             raise LeaseError(f"{self.holder} commits a step that was not planned")
         if self._current is output:
             pool.record_end(output, end)
+            if not self._exports and not self._exports_ahead:  # as nearly always
+                ahead, self._ahead = self._ahead, None
+                if ahead is None or ahead is output:
+                    self._output = ahead
+                    return ()
+                self._ahead = ahead
         else:
             if end <= self.end(pool):
                 raise Broken(f"{self.holder} commits end {end}, its state is at {self.end(pool)}")

@@ -371,33 +371,36 @@ def a_live_sequence_decodes_when_nothing_is_pending(patch: pytest.MonkeyPatch) -
 
 @breaks("a row starts where its state ends")
 def accepted_drafts_are_taken_for_folded(patch: pytest.MonkeyPatch) -> None:
-    draw_run = Committer._draw_run
+    draw = Outbox.draw
 
-    def faulty(self: Committer, sequence: Sequence, run: Any, count: Any) -> None:
-        draw_run(self, sequence, run, count)
-        sequence.folded += count.accepted
+    def faulty(
+        self: Outbox, sequence: Sequence, run: Any, drafted: int = 0, accepted: int = 0
+    ) -> bool:
+        over = draw(self, sequence, run, drafted, accepted)
+        sequence.folded += accepted
+        return over
 
-    patch.setattr(Committer, "_draw_run", faulty)
+    patch.setattr(Outbox, "draw", faulty)
 
 
 @breaks("a row starts where its state ends")
 def what_was_accepted_is_forgotten(patch: pytest.MonkeyPatch) -> None:
     """A step without drafts reads a state some tokens too old, as if nothing were pending."""
-    draw_run = Committer._draw_run
-
-    def faulty(self: Committer, sequence: Sequence, run: Any, count: Any) -> None:
-        draw_run(self, sequence, run[-1:], count)
-
-    patch.setattr(Committer, "_draw_run", faulty)
+    draw = Outbox.draw
+    patch.setattr(
+        Outbox, "draw", lambda self, sequence, run, *drafts: draw(self, sequence, run[-1:], *drafts)
+    )
 
 
 @breaks("a sample ends where it ends")
 def tokens_after_the_last_are_told(patch: pytest.MonkeyPatch) -> None:
-    def faulty(self: Outbox, sequence: Sequence, run: Any, count: Any) -> bool:
-        ends = [self.draw(sequence, emitted) for emitted in run]
+    draw = Outbox.draw
+
+    def faulty(self: Outbox, sequence: Sequence, run: Any, *drafts: int) -> bool:
+        ends = [draw(self, sequence, (emitted,)) for emitted in run]
         return any(ends)
 
-    patch.setattr(Outbox, "draw_run", faulty)
+    patch.setattr(Outbox, "draw", faulty)
 
 
 @breaks("pages are there before they are written", in_answers=True)
