@@ -55,7 +55,7 @@ class Arena:
     def fill_nan(self, ids: Sequence[int]) -> None:
         """Make every byte of these entries unreadable: floating point of any width reads NaN."""
         if ids:
-            self.storage[self._index(ids)] = NAN_BYTE
+            self.storage.index_fill_(0, self._index(ids), NAN_BYTE)
 
     def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
         """Copy whole entries, `sources[i]` to `targets[i]`; no target may also be a source."""

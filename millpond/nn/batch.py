@@ -7,9 +7,9 @@ crosses to the device per forward.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from itertools import chain
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -17,7 +17,9 @@ import torch
 from millpond.errors import Broken
 from millpond.memory.host_ring import HostRing
 from millpond.nn.counters import SeatCounters
-from millpond.ops.batch import ForwardBatch, RowSlots, VerifyRows
+from millpond.ops.batch import ForwardBatch, LiveTokens, RowSlots, SingleTokens, VerifyRows
+from millpond.ops.reference import staging as reference
+from millpond.ops.reference.staging import page_at, visible
 from millpond.plan.step import PAGE_SIZE, PageUpdate, Row, StepPlan, VerifyRow
 
 NONE = -1
@@ -27,15 +29,20 @@ LIVE_FIELDS = ("seats", "state_in", "state_out", "num_drafts", "export_end", "ex
 """What the host decides of a live row, in the order in which it crosses to the device."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Places:
-    """The packed tokens of verify rows, [B, K + 1], and where each row's begin and end, [B]."""
+class StagingOps(Protocol):
+    """Of the bound ops, those that staging needs; meaning: `millpond.ops.reference.staging`."""
 
-    token: torch.Tensor
-    position: torch.Tensor
-    page: torch.Tensor
-    start: torch.Tensor
-    end: torch.Tensor
+    @property
+    def stage_live(self) -> Callable[..., LiveTokens]:
+        """Live seats to tokens."""
+
+    @property
+    def stage_singles(self) -> Callable[..., SingleTokens]:
+        """Positions to rows of one token."""
+
+    @property
+    def keep_counters(self) -> Callable[..., None]:
+        """Counters of seats, overwritten."""
 
 
 class Staging:
@@ -52,12 +59,14 @@ class Staging:
         device: torch.device,
         num_drafts: int = 0,
         ring: HostRing | None = None,
+        ops: StagingOps = reference,
     ) -> None:
         self.device = device
         self.num_seats = num_seats
         self.num_drafts = num_drafts
         self.ring = ring or HostRing(device)
-        self.counters = SeatCounters(num_seats, num_drafts, device, self.ring)
+        self._ops = ops
+        self.counters = SeatCounters(num_seats, num_drafts, device, self.ring, ops.keep_counters)
         self.page_table = torch.full((num_seats, max_pages), NONE, dtype=torch.int64, device=device)
         self._num_pages = [0] * num_seats  # filled entries of each seat's table
 
@@ -66,7 +75,7 @@ class Staging:
         if not seats:
             return
         self.counters.reset(seats)
-        self.page_table[self.ring.integers(seats)] = NONE
+        self.page_table.index_fill_(0, self.ring.integers(seats), NONE)
         for seat in seats:
             self._num_pages[seat] = 0
 
@@ -87,7 +96,7 @@ class Staging:
         entries = np.repeat([u.first for u in updates], lengths) + _ramp(lengths)
         pages = np.fromiter(chain.from_iterable(u.pages for u in updates), np.int64, len(seats))
         seat, entry, page = self._send((seats, entries, pages))
-        self.page_table[seat, entry] = page
+        self.page_table.index_put_((seat, entry), page)
 
     def batch(self, plan: StepPlan, logits_at: Sequence[int]) -> ForwardBatch:
         """Pack the rows of a plan. `logits_at` are indices into its packed tokens.
@@ -117,22 +126,45 @@ class Staging:
             )
         )
         tokens, position, token_row, seat, start, end, at = sent[:7]
-        page = self._page_at(seat[token_row], position)
+        most = -(-max(ends, default=0) // PAGE_SIZE)
+        parts = [
+            (
+                tokens,
+                position,
+                token_row,
+                page_at(self.page_table, seat[:known][token_row], position),
+                position % PAGE_SIZE,
+                start,
+                end,
+                visible(self.page_table, seat[:known], end, most),
+            )
+        ]
         verify = None
         if plan.verify:
-            verify, places = self._verify_rows(sent[19].view(len(LIVE_FIELDS), -1))
-            tokens = torch.cat((tokens, places.token.flatten()))
-            position = torch.cat((position, places.position.flatten()))
-            page = torch.cat((page, places.page.flatten()))
-            of_verify = torch.arange(known, len(starts), device=self.device)
-            token_row = torch.cat((token_row, of_verify.repeat_interleave(verify.width)))
-            start, end = torch.cat((start, places.start)), torch.cat((end, places.end))
+            numbers = sent[19].view(len(LIVE_FIELDS), -1)
+            live = self._ops.stage_live(numbers, self.counters.table, self.page_table, most=most)
+            verify = _verify_rows(numbers, live, self.num_drafts + 1)
+            parts.append(
+                (
+                    live.token_ids,
+                    live.positions,
+                    live.token_row + known,
+                    live.token_page,
+                    live.token_offset,
+                    live.row_start,
+                    live.row_end,
+                    live.page_table,
+                )
+            )
+        tokens, position, token_row, page, offset, start, end, table = (
+            torch.cat(columns) for columns in zip(*parts, strict=True)
+        )
         return ForwardBatch(
             token_ids=tokens,
             positions=position,
             token_row=token_row,
             token_page=page,
-            token_offset=position % PAGE_SIZE,
+            token_offset=offset,
             prefill=_row_slots(plan.prefill, sent[7:13]),
             decode=_row_slots(plan.decode, sent[13:19]),
             verify=verify,
@@ -141,7 +173,7 @@ class Staging:
             starts=starts,
             ends=ends,
             seats=seat,
-            page_table=self._visible(seat, end, max(ends, default=0)),
+            page_table=table,
             logits_at=at,
         )
 
@@ -158,24 +190,24 @@ class Staging:
         within `most` pages.
         """
         count = numbers.shape[1]
-        verify, places = self._verify_rows(numbers)
-        position = places.position.flatten()
-        row = torch.arange(count, device=self.device)
+        live = self._ops.stage_live(numbers, self.counters.table, self.page_table, most=most)
+        none = _no_rows(self.device)
+        verify = _verify_rows(numbers, live, self.num_drafts + 1)
         return ForwardBatch(
-            token_ids=places.token.flatten(),
-            positions=position,
-            token_row=row.repeat_interleave(verify.width),
-            token_page=places.page.flatten(),
-            token_offset=position % PAGE_SIZE,
-            prefill=_no_rows(self.device),
-            decode=_no_rows(self.device),
+            token_ids=live.token_ids,
+            positions=live.positions,
+            token_row=live.token_row,
+            token_page=live.token_page,
+            token_offset=live.token_offset,
+            prefill=none,
+            decode=none,
             verify=verify,
-            row_start=places.start,
-            row_end=places.end,
+            row_start=live.row_start,
+            row_end=live.row_end,
             starts=(0,) * count,
             ends=(most * PAGE_SIZE,) * count,
             seats=verify.seats,
-            page_table=self._visible(verify.seats, places.end, most * PAGE_SIZE),
+            page_table=live.page_table,
             logits_at=torch.arange(count * verify.width, device=self.device),
         )
 
@@ -193,16 +225,16 @@ class Staging:
         """
         count, limit = len(ends), self.page_table.shape[1] * PAGE_SIZE
         bounds = tuple(min(end, limit) for end in ends)
-        page = self._page_at(seats, positions)
-        positions = positions.clamp(max=limit - 1)
+        most = -(-max(bounds, default=0) // PAGE_SIZE)
+        single = self._ops.stage_singles(seats, positions, self.page_table, most=most)
         row = torch.arange(count + 1, device=self.device)
         none = torch.full((count,), NONE, dtype=torch.int64, device=self.device)
         return ForwardBatch(
             token_ids=tokens,
-            positions=positions,
+            positions=single.positions,
             token_row=row[:-1],
-            token_page=page,
-            token_offset=positions % PAGE_SIZE,
+            token_page=single.token_page,
+            token_offset=single.token_offset,
             prefill=_no_rows(self.device),
             decode=RowSlots(
                 lengths=(1,) * count,
@@ -213,12 +245,12 @@ class Staging:
                 export_offset=row[:0],
                 export_slot=row[:0],
             ),
-            row_start=positions,
-            row_end=positions + 1,
+            row_start=single.positions,
+            row_end=single.row_end,
             starts=(0,) * count,
             ends=bounds,
             seats=seats,
-            page_table=self._visible(seats, positions + 1, max(bounds, default=0)),
+            page_table=single.page_table,
             logits_at=row[:-1],
         )
 
@@ -230,49 +262,6 @@ class Staging:
                     f"row of {row.request} ends at {end}, its seat {row.seat} holds"
                     f" {self._num_pages[row.seat]} pages"
                 )
-
-    def _verify_rows(self, numbers: torch.Tensor) -> tuple[VerifyRows, _Places]:
-        """Rows and tokens of live seats, from their counters; numbers as in `live`."""
-        seats, state_in, state_out, wanted, export_end, export_slot = numbers.unbind()
-        c = self.counters.of(seats)
-        verify = VerifyRows(
-            width=self.num_drafts + 1,
-            state_in=state_in,
-            state_out=state_out,
-            base=c.base,
-            pending=c.pending,
-            num_drafts=torch.minimum(wanted, c.num_drafts),
-            parity=c.parity,
-            seats=seats,
-            export_end=export_end,
-            export_slot=export_slot,
-        )
-        end = c.position + (1 + verify.num_drafts) * (seats >= 0)
-        place = torch.arange(verify.width, device=self.device)
-        # Padding stands where the last token does: a position like any other.
-        position = c.position[:, None] + torch.minimum(place, verify.num_drafts[:, None])
-        page = self._page_at(seats[:, None], position)
-        return verify, _Places(
-            token=torch.cat((c.first[:, None], c.drafts), 1),
-            position=position,
-            page=torch.where(verify.filled, page, NONE),
-            start=c.position,
-            end=end,
-        )
-
-    def _page_at(self, seats: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """The page of each position; none of no seat, and none beyond the table."""
-        entry, last = positions // PAGE_SIZE, self.page_table.shape[1] - 1
-        page = self.page_table[seats.clamp(min=0), entry.clamp(max=last)]
-        return torch.where((seats >= 0) & (entry <= last), page, NONE)
-
-    def _visible(self, seats: torch.Tensor, ends: torch.Tensor, longest: int) -> torch.Tensor:
-        """Each row's pages up to its end; a seat may hold more, which this forward must not see."""
-        most = -(-longest // PAGE_SIZE)
-        table = self.page_table[:, :most].index_select(0, seats.clamp(min=0))
-        first_token = torch.arange(most, device=self.device) * PAGE_SIZE
-        hidden = (first_token >= ends[:, None]) | (seats < 0)[:, None]
-        return table.masked_fill(hidden, NONE)
 
     def _send(self, arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
         """One transfer for all of them, whatever their number."""
@@ -322,6 +311,22 @@ def pack_live(rows: Sequence[VerifyRow], count: int) -> np.ndarray:
             np.int64,
         ).T
     return numbers
+
+
+def _verify_rows(numbers: torch.Tensor, live: LiveTokens, width: int) -> VerifyRows:
+    seats, state_in, state_out, _, export_end, export_slot = numbers.unbind()
+    return VerifyRows(
+        width=width,
+        state_in=state_in,
+        state_out=state_out,
+        base=live.base,
+        pending=live.pending,
+        num_drafts=live.num_drafts,
+        parity=live.parity,
+        seats=seats,
+        export_end=export_end,
+        export_slot=export_slot,
+    )
 
 
 def _no_rows(device: torch.device) -> RowSlots:

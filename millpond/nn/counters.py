@@ -5,12 +5,13 @@ Knows numbers of seats only; who proposes drafts, and who accepts them, is not k
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from millpond.memory.host_ring import HostRing
+from millpond.ops.reference.staging import COUNTERS, keep_counters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,43 +32,57 @@ class Counters:
 
 
 class SeatCounters:
-    """One table for all seats. A negative seat means none: it reads zeros, its writes are lost.
+    """One table for all seats, as `millpond.ops.reference.staging` describes it.
 
-    Everything stays at the same address and no call waits for the device.
+    A negative seat means none: it reads zeros, its writes are lost. Everything stays at the same
+    address and no call waits for the device.
     """
 
     def __init__(
-        self, num_seats: int, num_drafts: int, device: torch.device, ring: HostRing | None = None
+        self,
+        num_seats: int,
+        num_drafts: int,
+        device: torch.device,
+        ring: HostRing | None = None,
+        keep: Callable[..., None] = keep_counters,
     ) -> None:
         self.num_drafts = num_drafts
+        self._keep = keep
         self._ring = ring or HostRing(device)
         # Rows as the fields of `Counters`: kernels want each of them contiguous by seat. The entry
         # before the last is where writes of no seat go, the last stays zero.
-        shape = (5 + num_drafts, num_seats + 2)
-        self._table = torch.zeros(shape, dtype=torch.int64, device=device)
+        shape = (COUNTERS + num_drafts, num_seats + 2)
+        self.table = torch.zeros(shape, dtype=torch.int64, device=device)
         self._num_seats = num_seats
 
     def reset(self, seats: Sequence[int]) -> None:
         """Seats change hands: nothing is pending, nothing drafted."""
         if seats:
-            self._table.index_fill_(1, self._ring.integers(seats), 0)
+            self.table.index_fill_(1, self._ring.integers(seats), 0)
 
     def of(self, seats: torch.Tensor) -> Counters:
         """The counters of `seats` [n]."""
-        rows = self._table.index_select(1, torch.where(seats < 0, self._num_seats + 1, seats))
-        base, pending, first, num_drafts, parity = rows[:5].unbind()
+        rows = self.table.index_select(1, torch.where(seats < 0, self._num_seats + 1, seats))
+        base, pending, first, num_drafts, parity = rows[:COUNTERS].unbind()
         return Counters(
             base=base,
             pending=pending,
             first=first,
             num_drafts=num_drafts,
             parity=parity,
-            drafts=rows[5:].T,
+            drafts=rows[COUNTERS:].T,
         )
 
     def put(self, seats: torch.Tensor, counters: Counters) -> None:
         """Write the counters of `seats` [n], each at most once."""
         c = counters
-        numbers = torch.stack((c.base, c.pending, c.first, c.num_drafts, c.parity))
-        at = torch.where(seats < 0, self._num_seats, seats)
-        self._table.index_copy_(1, at, torch.cat((numbers, c.drafts.T)))
+        self._keep(
+            self.table,
+            seats,
+            base=c.base,
+            pending=c.pending,
+            first=c.first,
+            num_drafts=c.num_drafts,
+            parity=c.parity,
+            drafts=c.drafts,
+        )

@@ -162,3 +162,47 @@ class Sampled:
 
     token: torch.Tensor  # [M] int64
     finite: torch.Tensor  # [M] bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LiveTokens:
+    """The tokens of B live rows, K + 1 places each, and the rows' counters; all int64.
+
+    As the fields of `ForwardBatch` and `VerifyRows` of those names.
+    """
+
+    token_ids: torch.Tensor  # [T]
+    positions: torch.Tensor  # [T]
+    token_row: torch.Tensor  # [T]
+    token_page: torch.Tensor  # [T]
+    token_offset: torch.Tensor  # [T]
+    row_start: torch.Tensor  # [B]
+    row_end: torch.Tensor  # [B]
+    base: torch.Tensor  # [B]
+    pending: torch.Tensor  # [B]
+    num_drafts: torch.Tensor  # [B]
+    parity: torch.Tensor  # [B]
+    page_table: torch.Tensor  # [B, P]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SingleTokens:
+    """n rows of one token; all int64. As the fields of `ForwardBatch` of those names."""
+
+    positions: torch.Tensor  # [n]
+    token_page: torch.Tensor  # [n]
+    token_offset: torch.Tensor  # [n]
+    row_end: torch.Tensor  # [n]
+    page_table: torch.Tensor  # [n, P]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settled:
+    """What verify rows have come to, [B] int64 each: from where their next step goes on."""
+
+    accepted: torch.Tensor  # drafts that were drawn in their places
+    token: torch.Tensor  # the newest token
+    position: torch.Tensor  # where it stands
+    source: torch.Tensor  # the row's place that it was drawn from, among all places
+    base: torch.Tensor  # end of the output slot
+    parity: torch.Tensor  # the ring bank that holds the accepted drafts' inputs

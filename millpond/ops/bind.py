@@ -17,7 +17,7 @@ import torch
 
 import millpond.ops
 from millpond.errors import Refused
-from millpond.ops.batch import Sampled
+from millpond.ops.batch import LiveTokens, Sampled, Settled, SingleTokens
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +78,10 @@ class Bound:
     moe_route_softmax: Pair
     moe_route_sigmoid: Pair
     grouped_experts: Op
+    stage_live: Callable[..., LiveTokens]
+    stage_singles: Callable[..., SingleTokens]
+    settle: Callable[..., Settled]
+    keep_counters: Callable[..., None]
     sample: Callable[..., Sampled]
     token_logprobs: Triple
     export_granularity: int  # tokens; where `delta_prefill` can export, counted from position 0

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from millpond.nn.counters import Counters
-from millpond.ops.batch import VerifyRows
+from millpond.ops.batch import Settled
 from millpond.runtime.propose import Live
 
 
@@ -80,23 +80,17 @@ def after_known(
 def after_verify(
     seats: tuple[int, ...],
     ends: tuple[int, ...],
-    rows: VerifyRows,
-    drawn: torch.Tensor,
-    accepted: torch.Tensor,
+    seat: torch.Tensor,
+    settled: Settled,
     hidden: torch.Tensor,
 ) -> Going:
-    """Verify rows that drew at every place: drawn [B, K + 1]; hidden [B * (K + 1), hidden].
-
-    Of the tokens drawn, `accepted` [B] drafts were right, and one more is new.
-    """
-    base = rows.base + rows.pending + 1
-    source = torch.arange(rows.num_rows, device=base.device) * rows.width + accepted
+    """Verify rows that drew at every place: seat [B]; hidden [B * (K + 1), hidden]."""
     live = Live(
         seats=seats,
-        seat=rows.seats,
-        token=drawn.gather(1, accepted[:, None]).squeeze(1),
-        position=base + accepted,
-        hidden=hidden.index_select(0, source),
+        seat=seat,
+        token=settled.token,
+        position=settled.position,
+        hidden=hidden.index_select(0, settled.source),
         ends=ends,
     )
-    return Going(live, base=base, pending=accepted, parity=1 - rows.parity)
+    return Going(live, base=settled.base, pending=settled.accepted, parity=settled.parity)

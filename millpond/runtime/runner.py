@@ -109,6 +109,7 @@ class ModelRunner:
             self.arenas,
             self.staging,
             self.verifier.seats,
+            self.verifier.ops,
             self.proposer if isinstance(self.proposer, DraftModel) else None,
             capturer or CudaCapturer(self.staging.device),
         )
@@ -251,12 +252,11 @@ class ModelRunner:
             )
             ends = tuple(d.position + 1 for d in want.draws)
             parts.append(after_known(seats, ends, numbers, drawn.token[:count], hidden))
-        if drafted is not None:
+        if drafted is not None and drawn.settled is not None:
             rows = drafted.rows
             ends = tuple(row.end + row.num_drafts + 1 for row in plan.verify)
-            places = drawn.token[count:].view(-1, rows.width)
             of_rows = hidden[len(hidden) - rows.num_tokens :]
-            parts.append(after_verify(drafted.seats, ends, rows, places, drawn.accepted, of_rows))
+            parts.append(after_verify(drafted.seats, ends, rows.seats, drawn.settled, of_rows))
         going = parts[0] if len(parts) == 1 else parts[0].then(parts[1])
         drafts = going.live.token.new_empty((len(going.live.seat), 0))
         if self.proposer is not None:

@@ -18,6 +18,7 @@ from millpond.memory.arena import Arenas
 from millpond.models.base import Model
 from millpond.nn.batch import LIVE_FIELDS, Staging, pack_live
 from millpond.ops.batch import VerifyRows
+from millpond.ops.bind import Bound
 from millpond.plan.step import PAGE_SIZE, StepPlan, VerifyRow
 from millpond.runtime.going import after_verify
 from millpond.runtime.graphs import (
@@ -31,7 +32,7 @@ from millpond.runtime.graphs import (
 from millpond.runtime.propose import DraftModel
 from millpond.runtime.report import Layout, pack
 from millpond.runtime.seats import SeatSampling
-from millpond.runtime.verify import accepted_drafts, drawn_positions
+from millpond.runtime.verify import drawn_positions
 
 log = logging.getLogger(__name__)
 
@@ -103,6 +104,7 @@ class SteadySteps:
         arenas: Arenas,
         staging: Staging,
         seats: SeatSampling,
+        ops: Bound,
         proposer: DraftModel | None,
         capturer: Capturer,
     ) -> None:
@@ -113,6 +115,7 @@ class SteadySteps:
         self._arenas = arenas
         self._staging = staging
         self._seats = seats
+        self._ops = ops
         self._capturer = capturer
         self._buckets: dict[tuple[int, int], Bucket] = {}
         self._sizes: tuple[int, ...] = ()
@@ -192,13 +195,13 @@ class SteadySteps:
         of_place = self._seats.plain_rows(rows.seats.repeat_interleave(rows.width))
         position = drawn_positions(rows).flatten()
         sampled = self._seats.choose(logits, of_place, position, None)
-        accepted = accepted_drafts(sampled, rows, after.tokens)
-        drawn = sampled.token.view(-1, rows.width)
-        going = after_verify((), (), rows, drawn, accepted, after.hidden)
-        drafts = drawn[:, 1:]
+        settled = self._ops.settle(sampled, after.tokens, rows)
+        going = after_verify((), (), rows.seats, settled, after.hidden)
+        drafts = after.tokens[:, :0]
         if self.proposer is not None:
             drafts = self.proposer.propose_plain(going.live, most)
         self._staging.counters.put(rows.seats, going.counters(drafts))
+        accepted = settled.accepted
         parts = (sampled.token, sampled.finite, accepted, rows.num_drafts, rows.base, after.written)
         layouts.append(Layout.of(parts))
         return (pack(parts),)

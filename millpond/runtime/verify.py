@@ -12,9 +12,9 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from millpond.ops.batch import ForwardBatch, Sampled, VerifyRows
+from millpond.ops.batch import ForwardBatch, Sampled, Settled, VerifyRows
 from millpond.ops.bind import Bound
-from millpond.ops.reference.sampling import count_accepted, counts_before
+from millpond.ops.reference.sampling import counts_before
 from millpond.plan.step import SeatLoad, SeatMask, StepPlan
 from millpond.runtime.outcome import Asked, Scored
 from millpond.runtime.seats import SeatSampling
@@ -100,7 +100,7 @@ class Drawn:
     token: torch.Tensor  # [D + B * (K + 1)] int64
     finite: torch.Tensor  # as many, bool
     emitted: torch.Tensor  # as many, bool: the known rows' tokens, accepted drafts, one more a row
-    accepted: torch.Tensor  # [B] int64
+    settled: Settled | None  # what the verify rows have come to
     num_drafts: torch.Tensor  # [B] int64
     base: torch.Tensor  # [B] int64, the end of the rows' input slots
     table: Table | None = None  # of the scored tokens
@@ -109,7 +109,8 @@ class Drawn:
     @property
     def parts(self) -> tuple[torch.Tensor, ...]:
         """What the host is to be told, in the order in which `outcome` reads it."""
-        drawn = (self.token, self.finite, self.accepted, self.num_drafts, self.base)
+        accepted = self.base if self.settled is None else self.settled.accepted
+        drawn = (self.token, self.finite, accepted, self.num_drafts, self.base)
         drafts = () if self.drafts is None else (self.drafts,)
         return (*drawn, *(self.table or ()), *drafts)
 
@@ -120,23 +121,12 @@ def drawn_positions(rows: VerifyRows) -> torch.Tensor:
     return (rows.base + rows.pending)[:, None] + place
 
 
-def accepted_drafts(sampled: Sampled, rows: VerifyRows, tokens: torch.Tensor) -> torch.Tensor:
-    """How many drafts of each row are what was drawn in their places: [B] int64.
-
-    `sampled` are the rows' B * (K + 1) places alone; tokens [B, K + 1] what stood in them. Where
-    logits are not finite the run ends.
-    """
-    places = sampled.token.view(-1, rows.width)
-    sound = sampled.finite.view(-1, rows.width).long().cumprod(1).sum(1)
-    return count_accepted(places, tokens[:, 1:], torch.minimum(rows.num_drafts, sound))
-
-
 class Verifier:
     """Draws a step's tokens, accepts drafts, and counts for penalties what is emitted."""
 
     def __init__(self, seats: SeatSampling, ops: Bound) -> None:
         self.seats = seats
-        self._ops = ops
+        self.ops = ops
 
     def load(self, loads: Sequence[SeatLoad]) -> None:
         """Install the sampling data of requests that take a seat."""
@@ -187,7 +177,7 @@ class Verifier:
             return drawn
         at = self.seats.ring.integers(asking)
         tops = tuple(self.seats.params(seats[i]).logprobs or 0 for i in asking)
-        table = self._ops.token_logprobs(logits[at], drawn.token[at], max(tops))
+        table = self.ops.token_logprobs(logits[at], drawn.token[at], max(tops))
         asked = replace(drawn.asked, scored=tuple(asking), tops=tops)
         return replace(drawn, asked=asked, table=table)
 
@@ -212,7 +202,7 @@ class Verifier:
             ends = range(at, at + s.count, SCORE_BLOCK)
             blocks = [slice(b, min(b + SCORE_BLOCK, at + s.count)) for b in ends]
             tables = [
-                self._ops.token_logprobs(logits(hidden[block]), known[block], most)
+                self.ops.token_logprobs(logits(hidden[block]), known[block], most)
                 for block in blocks
             ]
             found += [torch.cat(parts) for parts in zip(*tables, strict=True)]
@@ -244,16 +234,17 @@ class Verifier:
         emitted = torch.ones_like(finite)
         none = token[:0]
         if drafted is None:
-            return Drawn(Asked(known, (), 1), token, finite, emitted, none, none, none)
+            return Drawn(Asked(known, (), 1), token, finite, emitted, None, none, none)
         rows, count = drafted.rows, len(known)
-        accepted = accepted_drafts(Sampled(token[count:], finite[count:]), rows, drafted.tokens)
-        run = torch.arange(rows.width, device=token.device) <= accepted[:, None]
+        places = Sampled(token[count:], finite[count:])
+        settled = self.ops.settle(places, drafted.tokens, rows)
+        run = torch.arange(rows.width, device=token.device) <= settled.accepted[:, None]
         return Drawn(
             Asked(known, drafted.seats, rows.width),
             token,
             finite,
             torch.cat((emitted[:count], run.flatten())),
-            accepted,
+            settled,
             rows.num_drafts,
             rows.base,
         )

@@ -112,7 +112,9 @@ class Worker:
         if debug_poison:
             for arena in (arenas.slots, arenas.pages, arenas.seats):
                 arena.fill_nan(range(arena.count))
-        staging = Staging(num_seats, -(-max_position // PAGE_SIZE), device, num_draft_tokens, ring)
+        staging = Staging(
+            num_seats, -(-max_position // PAGE_SIZE), device, num_draft_tokens, ring, ops
+        )
         seats = SeatSampling(num_seats, vocab_size, device, ops, eos_token_ids, ring)
         proposer = DraftModel(model, arenas, staging, seats) if num_draft_tokens else None
         self.runner = ModelRunner(model, arenas, staging, Verifier(seats, ops), proposer)

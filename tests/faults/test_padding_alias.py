@@ -85,7 +85,7 @@ def test_padding_shares_nothing_with_sequences_that_wait():
     twins.verify(pairs, right=2, export=True)
     arenas, counters = twins.runner.arenas, twins.runner.staging.counters
     before = [snapshot(a) for a in (arenas.slots, arenas.pages, arenas.seats)]
-    kept = counters._table.clone()
+    kept = counters.table.clone()
     running = [pairs[i] for i in (1, 3, 4)]
     for _ in range(3):
         twins.verify(running, right=1)
@@ -97,7 +97,7 @@ def test_padding_shares_nothing_with_sequences_that_wait():
     ):
         assert set(changed_entries(arena, old)) <= mine
     others = [seat for seat in range(SEATS) if seat not in seats]
-    assert torch.equal(counters._table[:, others], kept[:, others])
+    assert torch.equal(counters.table[:, others], kept[:, others])
     twins.verify(pairs, right=1)
 
 

@@ -208,8 +208,8 @@ def test_rows_of_no_seat_read_nothing_of_anybody(family: str) -> None:
 
     def spoil(driver: DraftDriver, number: int) -> None:
         staging = driver.executor.worker.runner.staging
-        lost = staging.counters._table.shape[1] - 2
-        staging.counters._table[:, [*free, lost]] = 10**6 + number
+        lost = staging.counters.table.shape[1] - 2
+        staging.counters.table[:, [*free, lost]] = 10**6 + number
         staging.page_table[free] = 10**6
 
     for some, right in (([0, 1, 2], 1), ([1], 2), ([2, 0, 1], 0)):

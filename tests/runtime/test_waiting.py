@@ -178,6 +178,7 @@ def test_calls_that_wait_are_found() -> None:
             lambda: torch.tensor([1, 2]),
             lambda: x.nonzero(),
             lambda: x.repeat_interleave(x),
+            lambda: x.__setitem__(torch.arange(2), 5),
         ):
             before = len(waiting.found)
             call()

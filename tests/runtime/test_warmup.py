@@ -52,7 +52,7 @@ def test_warming_up_leaves_slots_pages_seats_and_counters_as_they_were(drafts: i
         return [
             *(arena.storage.clone() for arena in arenas),
             runner.staging.page_table.clone(),
-            runner.staging.counters._table[:4].clone(),
+            runner.staging.counters.table[:4].clone(),
         ]
 
     before = state()

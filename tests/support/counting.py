@@ -14,8 +14,9 @@ INDEXED = {
     torch.ops.aten.index_put_.default: 2,
     torch.ops.aten._index_put_impl_.default: 2,
     torch.ops.aten.index_copy_.default: 3,
+    torch.ops.aten.index_fill_.int_Scalar: 2,
 }
-"""Operations that write only what they are given: which argument holds the values."""
+"""Operations that write only what they are given: which argument holds it, or says where."""
 
 
 class CountWrites(TorchDispatchMode):
@@ -60,6 +61,8 @@ class CountWrites(TorchDispatchMode):
     ) -> int:
         if func is torch.ops.aten.index_copy_.default:
             return values.numel() * values.element_size()
+        if func is torch.ops.aten.index_fill_.int_Scalar:  # along the first axis
+            return values.numel() * target[0].numel() * target.element_size()
         # A scalar is spread over everything indexed.
         selected = torch.broadcast_shapes(*(i.shape for i in args[1] if i is not None))
         rest = target.shape[len(args[1]) :]

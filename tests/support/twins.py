@@ -117,7 +117,7 @@ class Twins:
             return
         whole = next(t for t in texts(self.family) if t[: len(run.tokens)] == tuple(run.tokens))
         coming = torch.tensor(whole[len(run.tokens) :][:right], device=self.device)
-        driver.executor.worker.runner.staging.counters._table[5 : 5 + right, run.seat] = coming
+        driver.executor.worker.runner.staging.counters.table[5 : 5 + right, run.seat] = coming
 
 
 class Noting:

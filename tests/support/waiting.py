@@ -52,8 +52,9 @@ class Waiting(TorchDispatchMode):
             if func in ASKING:
                 self.found.append(f"{func} {ASKING[func]}")
             if func is torch.ops.aten.lift_fresh.default and args[0].ndim:
-                # One number is written by the device itself.
                 self.found.append(f"{func} makes a tensor of Python's numbers")
+            if func in INDEXING[1:] and not args[2].ndim:
+                self.found.append(f"{func} sends a number")
             if func in INDEXING and any(i is not None and i.dtype == torch.bool for i in args[1]):
                 self.found.append(f"{func} counts what is true")
         return func(*args, **(kwargs or {}))

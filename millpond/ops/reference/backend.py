@@ -17,6 +17,7 @@ from millpond.ops.reference import (
     moe,
     sampling,
     slots,
+    staging,
     verify,
 )
 
@@ -68,6 +69,10 @@ BACKEND = Backend(
         "moe_route_softmax": moe.moe_route_softmax,
         "moe_route_sigmoid": moe.moe_route_sigmoid,
         "grouped_experts": moe.grouped_experts,
+        "stage_live": staging.stage_live,
+        "stage_singles": staging.stage_singles,
+        "settle": staging.settle,
+        "keep_counters": staging.keep_counters,
         "sample": sampling.sample,
         "token_logprobs": sampling.token_logprobs,
     },

@@ -39,6 +39,7 @@ _OPS = {
     "elementwise": ("swiglu", "rope_tables", "rotate_partial"),
     "hyper": ("hyper_pre", "hyper_post", "hyper_mean"),
     "moe": ("moe_route_softmax", "moe_route_sigmoid", "grouped_experts"),
+    "staging": ("stage_live", "stage_singles", "settle", "keep_counters"),
     "sampling": ("sample",),
 }
 HOMES = MappingProxyType({op: module for module, ops in _OPS.items() for op in ops})
