@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 
@@ -19,3 +21,18 @@ DEVICES = [
 def device(request: pytest.FixtureRequest) -> torch.device:
     """Where the kernels run; the reference runs on the CPU."""
     return torch.device(request.param)
+
+
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """Tests of far-away memory take many GiB each: one process runs them all, one by one."""
+    if item.path.stem == "test_far" or "beyond_two_to_the_31" in item.name:
+        item.add_marker(pytest.mark.xdist_group("far"))
+        item.add_marker(pytest.mark.usefixtures(_given_back.__name__))
+
+
+@pytest.fixture
+def _given_back() -> Iterator[None]:
+    """Memory that a test took is there for other processes after it."""
+    yield
+    if torch.cuda.is_initialized():
+        torch.cuda.empty_cache()
