@@ -107,6 +107,25 @@ def test_a_start_that_fails_after_loading_gives_the_device_back(monkeypatch):
     assert closed == [True]
 
 
+def test_what_was_measured_while_loading_is_what_is_served_with(start, monkeypatch):
+    build = compose.build_executor
+
+    def measured(directory, numbers, *names, **how):
+        assert how["resize"](1 << 30) == replace(
+            numbers, cache_budget=1 << 29, notes=how["resize"](1 << 30).notes
+        )
+        fewer = replace(numbers, max_batch_size=2, checkpoint_budget=4)
+        return Built(build(directory, numbers, *names, **how).executor, fewer)
+
+    monkeypatch.setattr(compose, "build_executor", measured)
+    service = start(BUNDLED, CONFIG)
+    assert service.resolved.max_batch_size == service.engine.settings.max_batch_size == 2
+    assert service.engine.settings.checkpoint_budget == 4
+    phases = service.startup.seconds
+    assert list(phases) == ["planning", "loading"]
+    assert service.startup.summary.startswith(f"ready after {service.startup.elapsed:.1f} s: plann")
+
+
 def test_the_models_own_sampling_defaults_are_read(tmp_path: Path):
     own = {"temperature": 0.6, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
     (tmp_path / "generation_config.json").write_text(json.dumps(own))

@@ -11,8 +11,10 @@ from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 
 import httpx
+import msgspec
 import pytest
 
 from millpond.config import PytorchEngineConfig
@@ -52,6 +54,18 @@ def server(engine: RemoteEngine) -> Iterator[Running]:
     running = Running(service)
     yield running
     running.close()
+
+
+def test_numbers_that_the_engine_measured_reach_the_service(engine, server):
+    plan = engine.plan()
+    measured = replace(plan.resolved, num_pages=77)
+    service = Service.of(
+        Texts.read(BUNDLED), plan.resolved, plan.vocab_size, engine, engine.startup, name="tiny"
+    )
+    engine.sized.add_done_callback(lambda sized: service.take_numbers(sized.result()))
+    encoded = msgspec.msgpack.encode(m.Sized(measured))
+    engine._take(msgspec.msgpack.decode(encoded, type=m.FromEngine))
+    assert service.resolved == measured
 
 
 def body(draw: random.Random, tokens: int) -> dict[str, object]:
