@@ -53,7 +53,7 @@ def peer(case: Case) -> Callable[[], tuple[torch.Tensor, torch.Tensor]] | None:
         "A_log": gate.a_log,
         "dt_bias": gate.dt_bias,
         "state_v_first": True,
-        "cu_seqlens": rows.cu_seqlens,
+        "cu_seqlens": rows.cu_seqlens if rows.num_rows > 1 else None,
     }
     if gate.lower_bound is not None:
         arguments["lower_bound"] = gate.lower_bound
