@@ -109,8 +109,9 @@ def _recur(
         solve = tl.load(record + pair_at)
         pairs = tl.load(record + 4096 + pair_at)
         vs = _tile(
-            v_at + token[None, :] * v_stride + head * V + values[:, None], some_values, V % BV == 0
-        )
+            v_at + token[:, None] * v_stride + head * V + values[None, :],
+            (values < V)[None, :], V % BV == 0,
+        )  # fmt: skip
         if BY_CHANNEL:
             tiles = record + 2 * 4096
             k_since = _tile(tiles + tile_at, some_keys, K == KP)
@@ -130,7 +131,7 @@ def _recur(
         known = product(held, tl.trans(k_since), OPERAND, PRECISION)
         if not BY_CHANNEL:
             known *= of_k
-        fresh = product(vs.to(tl.float32) - known, tl.trans(solve), OPERAND, PRECISION)
+        fresh = product(tl.trans(vs).to(tl.float32) - known, tl.trans(solve), OPERAND, PRECISION)
         taken = rounded(fresh, OPERAND)
         read = product(held, tl.trans(q_since), OPERAND, PRECISION)
         if not BY_CHANNEL:
