@@ -214,10 +214,17 @@ def wanted(
                 yield make
 
 
-def check(makes: Sequence[Callable[[], Case]], dtype: torch.dtype) -> int:
-    """Compare every case, naming those that differ or cannot be run at once; how many do."""
+def check(
+    makes: Sequence[Callable[[], Case]], dtype: torch.dtype, until: float = float("inf")
+) -> tuple[int, int]:
+    """Compare cases, naming those that differ or cannot be run at once: how many do, of how many.
+
+    None is begun after `until` on the clock.
+    """
     bad = 0
-    for make in makes:
+    for done, make in enumerate(makes):
+        if time.monotonic() > until:
+            return bad, done
         case = make()
         try:
             why = red(case, dtype)
@@ -226,7 +233,7 @@ def check(makes: Sequence[Callable[[], Case]], dtype: torch.dtype) -> int:
         if why is not None:
             bad += 1
             print(f"ops: {why}", flush=True)
-    return bad
+    return bad, len(makes)
 
 
 def show(line: Line, rates: Rates) -> None:
@@ -251,6 +258,7 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--only", default=",".join(FAMILIES))
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--check-only", action="store_true")
+    parser.add_argument("--limit", type=float, default=float("inf"), help="seconds, for all of it")
     chosen = parser.parse_args(arguments)
     dtype = getattr(torch, chosen.dtype)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -261,7 +269,12 @@ def main(arguments: list[str]) -> int:
         print("ops: not run, because there is no GPU to time on; --check-only compares")
         return 1
     makes = list(wanted(chosen.shapes, chosen.only, device, dtype))
-    if bad := check(makes, dtype):
+    began, whole = time.monotonic(), chosen.limit
+    bad, done = check(makes, dtype, began + (whole if chosen.check_only else 0.6 * whole))
+    if done < len(makes):
+        print(f"ops: out of time; {len(makes) - done} of {len(makes)} cases are left out")
+    makes = makes[:done]
+    if bad:
         print(f"ops: {bad} of {len(makes)} cases are wrong; no times are shown")
         return 1
     print(f"{len(makes)} cases equal the reference within {WITHIN[dtype]:.1e} ({chosen.dtype})")
@@ -277,6 +290,9 @@ def main(arguments: list[str]) -> int:
     print("|---|---|---|---:|---:|---:|---:|---:|---:|")
     errors = []
     for make in makes:
+        if time.monotonic() > began + whole:
+            print("| out of time |")
+            break
         line = timed(make())
         show(line, rates)
         errors += [] if line.peer_error is None else [line.peer_error]

@@ -41,7 +41,8 @@ def test_every_family_has_cases_that_equal_themselves(monkeypatch: pytest.Monkey
     monkeypatch.setattr(ops, "serving", REFERENCE.ops.__getitem__)
     for family in ops.FAMILIES:
         assert cases(family), family
-    assert ops.check(cases(), FP32) == 0
+    assert ops.check(cases(), FP32) == (0, len(cases()))
+    assert ops.check(cases(), FP32, until=0.0) == (0, 0)
 
 
 def test_every_wrong_case_is_named(
@@ -67,7 +68,7 @@ def test_every_wrong_case_is_named(
         return op
 
     monkeypatch.setattr(ops, "serving", serving)
-    wrong = ops.check(cases("norms,indexer,moe"), FP32)
+    wrong, _ = ops.check(cases("norms,indexer,moe"), FP32)
     printed = capsys.readouterr().out
     assert wrong == 5 == printed.count("ops: ")
     for named in ("rms_norm (tokens 3)", "rms_norm (tokens 70)", "pool_keys", "out of resources"):
