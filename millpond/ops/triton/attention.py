@@ -3,7 +3,7 @@
 Contract: `millpond.ops.reference.attention`. A query folds tiles of 64 positions, one page each, in
 rising order from position 0; weights are rounded to the model dtype before they meet the values,
 maxima and sums stay fp32. A single token's tiles are folded in splits whose size follows from its
-own position alone and which are then added in rising order: its bytes depend on no neighbour, nor
+own position alone and which are then added at fixed places: its bytes depend on no neighbour, nor
 on how many splits a launch has room for. fp32 operands are multiplied as three TF32 products.
 
 A selection is first turned into each token's list of groups of 4 positions that hold a selected
@@ -12,8 +12,6 @@ one; what a token then folds are tiles of 16 such groups in rising order, wherev
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import cache
 from math import e, log2
 
 import torch
@@ -21,7 +19,9 @@ import triton
 import triton.language as tl
 
 from millpond.ops.batch import ForwardBatch
+from millpond.ops.triton.layer_choices import GQA, MLA, AttentionChoice, attention_choice
 from millpond.ops.triton.live import live
+from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap
 from millpond.ops.triton.shared import (
     LAUNCH,
     head_stride,
@@ -38,44 +38,8 @@ TILE = 64
 """Positions per tile; equals the page size."""
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionChoice:
-    """Lines (queries by heads) of a program's block, and how single tokens are split."""
-
-    lines: int
-    chunk_warps: int
-    chunk_stages: int
-    single_warps: int
-    single_stages: int
-    split_tiles: int  # the least tiles of a split
-    max_splits: int
-
-
-GQA = AttentionChoice(
-    lines=128, chunk_warps=8, chunk_stages=2, single_warps=4, single_stages=2,
-    split_tiles=8, max_splits=32,
-)  # fmt: skip
-MLA = AttentionChoice(
-    lines=64, chunk_warps=8, chunk_stages=2, single_warps=8, single_stages=2,
-    split_tiles=8, max_splits=16,
-)  # fmt: skip
-"""Not measured yet."""
-
-ROOMY = frozenset({(9, 0), (10, 0), (10, 3)})
-"""Compute capabilities whose blocks may have the shared memory of these, some 200 KB in bf16."""
-
-
-@cache
-def _of_device(choice: AttentionChoice, device: torch.device) -> AttentionChoice:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) in ROOMY:
-        return choice
-    return small(choice)
-
-
-def small(choice: AttentionChoice) -> AttentionChoice:
-    """For others: fewer lines, nothing loaded ahead."""
-    return replace(choice, lines=16, chunk_warps=4, chunk_stages=1, single_stages=1)
-
+JOINED = 16
+"""Splits of a single token that are added at a time."""
 
 GROUPED = 4
 """Positions of a group: the published indexer's pool. Any selection is right, this one is tight."""
@@ -122,7 +86,7 @@ def _attend(
     gate: torch.Tensor | None,
     choice: AttentionChoice,
 ) -> torch.Tensor:
-    choice = _of_device(choice, q.device)
+    choice = attention_choice(choice, q.device)
     tokens, heads, dim = q.shape
     kv_heads, value_dim = key_pages.shape[1], value_pages.shape[-1]
     group = heads // kv_heads
@@ -178,12 +142,13 @@ def _attend(
             q, stats, parts, *places, *pages, splits, token_stride(q),
             **shape, **split, HEADS_IN_BLOCK=block,
             num_warps=choice.single_warps, num_stages=choice.single_stages, **LAUNCH,
+            **overlap(q.device),
         )  # fmt: skip
         _join[(singles, heads)](
             stats, parts, out, *gates, *places, sizes, splits, table.shape[1],
             HEADS=heads, DV=value_dim, DVP=shape["DVP"], TILE=TILE, SIZE=GROUPED,
-            SELECTED=selected is not None, **split, **gated,
-            num_warps=2, **LAUNCH,
+            SELECTED=selected is not None, JOINED=JOINED, **split, **gated,
+            num_warps=4, **LAUNCH, **overlap(q.device),
         )  # fmt: skip
     return out
 
@@ -363,7 +328,7 @@ def _chunk(
             keys, values, page_table + row.to(tl.int64) * table_stride, key_stride, value_stride,
             first_position, scale, LINES, D, DP, DV, DVP, SAME, SELECTED, TILE, SIZE,
         )  # fmt: skip
-        mixed = mixed / tl.where(total == 0.0, 1.0, total)[:, None]
+        mixed = mixed * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
         dv = tl.arange(0, DVP)
         place = (begin + step)[:, None] * (KV_HEADS * GROUP * DV) + head[:, None] * DV
         here = real[:, None] & (dv < DV)[None, :]
@@ -384,18 +349,19 @@ def _tiles_of(
         return (tl.load(sizes + first_token + token) * SIZE + TILE - 1) // TILE
     tiles = tl.load(positions + first_token + token).to(tl.int32) // TILE + 1
     place = token + first_token - first_verify
-    if place >= 0:
-        row = place // verify_width
-        seat = tl.load(verify_seats + row)
-        drafts = tl.load(num_drafts + row)
-        tiles = tl.where((seat >= 0) & (place % verify_width <= drafts), tiles, 0)
-    return tl.minimum(tiles, num_pages)
+    row = tl.maximum(place, 0) // verify_width  # of any row, where there is none to be asked
+    seat = tl.load(verify_seats + row)
+    drafts = tl.load(num_drafts + row)
+    filled = (place < 0) | ((seat >= 0) & (place % verify_width <= drafts))
+    return tl.minimum(tl.where(filled, tiles, 0), num_pages)
 
 
 @triton.jit
 def _span_of(tiles, SPLIT: tl.constexpr, MOST: tl.constexpr):
-    """Tiles of one split: SPLIT, doubled until MOST of them are enough."""
+    """Tiles of one split: SPLIT, doubled beyond 16 splits, then until MOST are enough."""
     span = SPLIT
+    if tiles > 16 * SPLIT:
+        span = 2 * SPLIT
     while span * MOST < tiles:
         span *= 2
     return span
@@ -411,11 +377,16 @@ def _singles(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
     DV: tl.constexpr, DVP: tl.constexpr, SAME: tl.constexpr, SELECTED: tl.constexpr,
     TILE: tl.constexpr, SIZE: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr,
-    HEADS_IN_BLOCK: tl.constexpr,
+    HEADS_IN_BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One token by heads that share keys, one split of its past."""
     BLOCKS: tl.constexpr = (GROUP + HEADS_IN_BLOCK - 1) // HEADS_IN_BLOCK
+    if OVERLAP:
+        let_next_begin()
+        await_previous()
     token = tl.program_id(0)
+    packed = (first_token + token).to(tl.int64)
+    row = tl.load(token_row + packed).to(tl.int64)
     tiles = _tiles_of(
         token, positions, verify_seats, num_drafts, first_token, first_verify, verify_width,
         sizes, num_pages, TILE, SELECTED, SIZE,
@@ -423,8 +394,6 @@ def _singles(
     span = _span_of(tiles, SPLIT, MOST)
     begin = tl.program_id(2) * span
     if begin < tiles:
-        packed = (first_token + token).to(tl.int64)
-        row = tl.load(token_row + packed).to(tl.int64)
         kv_head = tl.program_id(1) // BLOCKS
         line = tl.arange(0, HEADS_IN_BLOCK)
         head = (tl.program_id(1) % BLOCKS) * HEADS_IN_BLOCK + line
@@ -464,29 +433,40 @@ def _join(
     first_token, first_verify, verify_width, sizes, split_stride, num_pages,
     HEADS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
     SIZE: tl.constexpr, SELECTED: tl.constexpr, SPLIT: tl.constexpr, MOST: tl.constexpr,
-    GATED: tl.constexpr,
+    GATED: tl.constexpr, JOINED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one token and head, in rising order; zeros where there is none."""
+    """The splits of one token and head, JOINED at a time; zeros where there is none."""
+    if OVERLAP:
+        let_next_begin()
+        await_previous()
     token = tl.program_id(0)
     tiles = _tiles_of(
         token, positions, verify_seats, num_drafts, first_token, first_verify, verify_width,
         sizes, num_pages, TILE, SELECTED, SIZE,
     )  # fmt: skip
     span = _span_of(tiles, SPLIT, MOST)
+    splits = (tiles + span - 1) // span
     dv = tl.arange(0, DVP)
+    lane = tl.arange(0, JOINED)
     top = tl.full([1], float("-inf"), tl.float32)
     total = tl.zeros([1], tl.float32)
     mixed = tl.zeros([DVP], tl.float32)
-    one = tl.arange(0, 1)
-    for split in range((tiles + span - 1) // span):
+    for first in range(0, splits, JOINED):
+        split = first + lane
+        here = split < splits
         place = (token.to(tl.int64) * split_stride + split) * HEADS + tl.program_id(1)
-        other = tl.load(stats + place * 2 + one)
-        part = tl.load(parts + place * DV + dv, mask=dv < DV, other=0.0)
-        new = tl.maximum(top, other)
+        other = tl.load(stats + place * 2, mask=here, other=float("-inf"))
+        weight = tl.load(stats + place * 2 + 1, mask=here, other=0.0)
+        part = tl.load(
+            parts + place[:, None] * DV + dv[None, :],
+            mask=here[:, None] & (dv < DV)[None, :],
+            other=0.0,
+        )
+        new = tl.maximum(top, tl.max(other, 0))
         finite = tl.where(new == float("-inf"), 0.0, new)
         shrink, grow = tl.exp2(top - finite), tl.exp2(other - finite)
-        total = total * shrink + tl.load(stats + place * 2 + 1 + one) * grow
-        mixed = mixed * shrink + part * grow
+        total = total * shrink + tl.sum(weight * grow, 0)
+        mixed = mixed * shrink + tl.sum(part * grow[:, None], 0)
         top = new
     mixed = mixed / tl.where(total == 0.0, 1.0, total)
     packed = (first_token + token).to(tl.int64)

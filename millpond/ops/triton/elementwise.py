@@ -14,6 +14,7 @@ import triton.language as tl
 
 from millpond.ops.reference.dense import rope_speeds
 from millpond.ops.triton.live import live
+from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap
 from millpond.ops.triton.shared import (
     LAUNCH,
     power_of_two,
@@ -50,6 +51,7 @@ def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> 
         _swiglu[(up.shape[0], triton.cdiv(size, BLOCK))](
             gate, up, out, token_stride(gate), token_stride(up),
             SIZE=size, BLOCK=min(BLOCK, power_of_two(size)), LIMIT=limit, num_warps=4, **LAUNCH,
+            **overlap(up.device),
         )  # fmt: skip
     return out
 
@@ -132,8 +134,11 @@ def _sigmoid_gate(x, gate, out, x_stride, gate_stride, SIZE: tl.constexpr, BLOCK
 @live
 def _swiglu(
     gate, up, out, gate_stride, up_stride,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, LIMIT: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
+    if OVERLAP:
+        let_next_begin()
+        await_previous()
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     passing = tl.load(gate + token * gate_stride + at, mask=at < SIZE, other=0.0).to(tl.float32)

@@ -6,7 +6,7 @@ compiled for sm_90.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -16,11 +16,11 @@ import torch
 class ThinChoice:
     """A product of few tokens: a program's outputs, its steps along the inner axis."""
 
-    outputs: int = 16
-    step: int = 256
-    warps: int = 4
-    stages: int = 4
-    ahead: int = 1  # steps of the weights that are asked for before the inputs are there
+    outputs: int
+    step: int
+    warps: int
+    stages: int
+    ahead: int = 2  # steps of the weights that are asked for before the inputs are there
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +46,33 @@ def experts_choice(picks: int, experts: int) -> ExpertsChoice:
     return FEW if picks < CROWD * experts else MANY
 
 
-NARROW, WIDE = ThinChoice(), ThinChoice(outputs=64, step=128)
+@dataclass(frozen=True, slots=True)
+class AttentionChoice:
+    """Lines (queries by heads) of a program's block, and how single tokens are split."""
 
-WIDE_ROWS = 64 * 132
-"""From so many outputs on, tiles of 64 give each multiprocessor of a Hopper GPU one at least."""
+    lines: int
+    chunk_warps: int
+    chunk_stages: int
+    single_warps: int
+    single_stages: int
+    split_tiles: int = 2  # of a split; twice as many from 16 splits on
+    max_splits: int = 64  # beyond, splits are longer
 
-THIN_TOKENS = 16
+
+GQA = AttentionChoice(128, 8, 3, 4, 3)
+MLA = AttentionChoice(64, 8, 2, 8, 2)
+"""Keys of 256, and latents of 512."""
+
+ONE, SOME = ThinChoice(16, 512, 4, 3), ThinChoice(4, 512, 4, 4)
+"""Products of one or two tokens, and of more."""
+
+SPARSE = ThinChoice(8, 512, 4, 4)
+"""Products of one or two tokens with few outputs."""
+
+SPARSE_OUTPUTS = 16 * 132 * 4
+"""Fewer outputs than these leave a multiprocessor of a Hopper GPU less than four programs."""
+
+THIN_TOKENS = 4
 """Products of at most so many tokens are thin."""
 
 FIRST_CAPABILITY = (9, 0)
@@ -59,13 +80,31 @@ FIRST_CAPABILITY = (9, 0)
 
 
 @cache
-def _thin(device: torch.device) -> bool:
-    """Whether products of few tokens are worth a kernel of their own there."""
+def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
 def thin_choice(x: torch.Tensor, weight: torch.Tensor) -> ThinChoice | None:
     """How x [T, ...] meets weight [N, K] in a thin product, or None: it should not."""
-    if x.shape[0] > THIN_TOKENS or x.dtype != torch.bfloat16 or not _thin(x.device):
+    if x.shape[0] > THIN_TOKENS or x.dtype != torch.bfloat16 or not _hopper(x.device):
         return None
-    return NARROW if weight.shape[0] < WIDE_ROWS else WIDE
+    if x.shape[0] > 2:
+        return SOME
+    return SPARSE if weight.shape[0] < SPARSE_OUTPUTS else ONE
+
+
+ROOMY = frozenset({(9, 0), (10, 0), (10, 3)})
+"""Compute capabilities whose blocks may have the attention choices' shared memory: 200 KB or so."""
+
+
+@cache
+def attention_choice(choice: AttentionChoice, device: torch.device) -> AttentionChoice:
+    """The choice on a device: fewer lines and nothing loaded ahead where memory is short."""
+    if device.type != "cuda" or torch.cuda.get_device_capability(device) in ROOMY:
+        return choice
+    return small(choice)
+
+
+def small(choice: AttentionChoice) -> AttentionChoice:
+    """For blocks with less shared memory."""
+    return replace(choice, lines=16, chunk_warps=4, chunk_stages=1, single_stages=1)

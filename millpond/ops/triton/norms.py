@@ -13,6 +13,7 @@ import triton
 import triton.language as tl
 
 from millpond.ops.triton.live import live
+from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap
 from millpond.ops.triton.shared import (
     LAUNCH,
     power_of_two,
@@ -100,7 +101,7 @@ def _norm(
             token_stride(x), 0 if gate is None else token_stride(gate),
             0 if added is None else token_stride(added), eps,
             KIND=kind, ADDING=added is not None, INNER=inner, H=size, HP=padded, VECTORS=vectors,
-            num_warps=min(16, max(4, padded // 1024)), **LAUNCH,
+            num_warps=min(16, max(4, padded // 1024)), **LAUNCH, **overlap(x.device),
         )  # fmt: skip
     return out
 
@@ -109,9 +110,12 @@ def _norm(
 def _vectors(
     x, gate, added, weight, bias, out, total, count, x_stride, gate_stride, added_stride, eps,
     KIND: tl.constexpr, ADDING: tl.constexpr, INNER: tl.constexpr, H: tl.constexpr,
-    HP: tl.constexpr, VECTORS: tl.constexpr,
+    HP: tl.constexpr, VECTORS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """VECTORS vectors; INNER of them belong to a token."""
+    if OVERLAP:
+        let_next_begin()
+        await_previous()
     vector = tl.program_id(0) * VECTORS + tl.arange(0, VECTORS)
     h = tl.arange(0, HP)
     here = (vector < count)[:, None] & (h < H)[None, :]

@@ -23,7 +23,6 @@ from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap,
 from millpond.ops.triton.shared import (
     LAUNCH,
     power_of_two,
-    product,
     rounded,
     sigmoid,
     silu,
@@ -116,34 +115,93 @@ def _launch(
     outputs = weight.shape[0] // 2 if swiglu else weight.shape[0]
     out = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
     total = x if y is None else torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
-    step = max(choice.step, head)
     if tokens:
-        _thin[(triton.cdiv(outputs, choice.outputs),)](
+        _few[(triton.cdiv(outputs, choice.outputs),)](
             x, x if y is None else y, x if norm is None else norm, x if gate is None else gate,
             weight, out, total, tokens, token_stride(x),
             token_stride(x if y is None else y), token_stride(x if gate is None else gate), eps,
-            K=inner, N=outputs, TOKENS=max(16, power_of_two(tokens)), BN=choice.outputs,
-            BK=step, HEAD=head, KIND=kind, ADDING=y is not None, SWIGLU=swiglu, LIMIT=limit,
-            AHEAD=choice.ahead,
-            num_warps=choice.warps, num_stages=choice.stages, **LAUNCH, **overlap(x.device),
+            K=inner, N=outputs, TOKENS=power_of_two(tokens), BN=choice.outputs,
+            BK=max(choice.step, head), HEAD=head, KIND=kind, ADDING=y is not None,
+            SWIGLU=swiglu, LIMIT=limit, STAGES=choice.stages, AHEAD=choice.ahead,
+            num_warps=choice.warps, **LAUNCH, **overlap(x.device),
         )  # fmt: skip
     return out, total
 
 
+@triton.jit
+def _input(
+    x, y, norm, gate, total, token, begin, own, count, x_stride, y_stride, gate_stride, eps,
+    K: tl.constexpr, BK: tl.constexpr, HEAD: tl.constexpr, KIND: tl.constexpr,
+    ADDING: tl.constexpr, KEPT: tl.constexpr,
+):  # fmt: skip
+    """BK elements of one token as the product takes them, rounded, in fp32; and their squares.
+
+    `own`: whether it is this program that stores their sums.
+    """
+    k = begin + tl.arange(0, BK)
+    here = k < tl.where(count > token, K, 0)
+    squares = tl.zeros([BK], tl.float32)
+    value = tl.load(x + token * x_stride + k, mask=here, other=0.0).to(tl.float32)
+    if ADDING:
+        added = tl.load(y + token * y_stride + k, mask=here, other=0.0).to(tl.float32)
+        kept = rounded(value + added, KEPT)
+        tl.store(total + token * K + k, kept, mask=k < tl.where((count > token) & own, K, 0))
+        value = kept.to(tl.float32)
+    if (KIND == NORM) | (KIND == ZERO_CENTRED):
+        squares = value * value
+        factor = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
+        if KIND == ZERO_CENTRED:
+            factor = 1.0 + factor
+        value = rounded(value * factor, KEPT).to(tl.float32)
+    if (KIND == GATED_SILU) | (KIND == GATED_SIGMOID):
+        heads = tl.reshape(value, [BK // HEAD, HEAD])
+        heads = heads * tl.rsqrt(tl.sum(heads * heads, 1) / HEAD + eps)[:, None]
+        factor = tl.load(norm + tl.arange(0, HEAD))[None, :]
+        passing = tl.load(gate + token * gate_stride + k, mask=here, other=0.0).to(tl.float32)
+        passing = tl.reshape(passing, [BK // HEAD, HEAD])
+        if KIND == GATED_SILU:
+            heads = rounded(heads, KEPT).to(tl.float32) * factor.to(tl.float32)
+            if factor.dtype == KEPT:
+                heads = rounded(heads, KEPT).to(tl.float32)
+            heads = heads * silu(passing)
+        else:
+            heads = heads * factor.to(tl.float32) * sigmoid(passing)
+        value = tl.reshape(rounded(heads, KEPT).to(tl.float32), [BK])
+    return value, squares
+
+
+@triton.jit
+def _output(
+    acc, other, squares, out, token, n, count, eps,
+    K: tl.constexpr, N: tl.constexpr, NORMED: tl.constexpr, SWIGLU: tl.constexpr,
+    LIMIT: tl.constexpr,
+):  # fmt: skip
+    """The sums of one token, scaled, activated and stored."""
+    KEPT: tl.constexpr = out.dtype.element_ty
+    unit = 1.0
+    if NORMED:
+        unit = tl.rsqrt(tl.sum(squares, 0) / K + eps)
+    found = rounded(tl.sum(acc, 1) * unit, KEPT)
+    if SWIGLU:
+        up = rounded(tl.sum(other, 1) * unit, KEPT).to(tl.float32)
+        found = bounded_swiglu(found.to(tl.float32), up, LIMIT, KEPT)
+    tl.store(out + token * N + n, found, mask=n < tl.where(count > token, N, 0))
+
+
 @live
-def _thin(
+def _few(
     x, y, norm, gate, weight, out, total, count, x_stride, y_stride, gate_stride, eps,
     K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     HEAD: tl.constexpr, KIND: tl.constexpr, ADDING: tl.constexpr, SWIGLU: tl.constexpr,
-    LIMIT: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
+    LIMIT: tl.constexpr, STAGES: tl.constexpr, AHEAD: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """BN outputs of all tokens; AHEAD steps of the weights are asked for before the inputs."""
+    """BN outputs of up to four tokens; AHEAD steps of the weights are asked for before the inputs.
+
+    An accumulator for each place of a step: lanes add up among themselves once, at the end.
+    """
     KEPT: tl.constexpr = out.dtype.element_ty
     NORMED: tl.constexpr = (KIND == NORM) | (KIND == ZERO_CENTRED)
-    GATED: tl.constexpr = (KIND == GATED_SILU) | (KIND == GATED_SIGMOID)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
-    token = tl.arange(0, TOKENS)
-    lane = tl.arange(0, BK)
     rows = weight + n.to(tl.int64)[:, None] * K
     if OVERLAP:
         let_next_begin()
@@ -154,65 +212,72 @@ def _thin(
             if SWIGLU:
                 prefetch(wanted + N * K + at)
         await_previous()
-    acc = tl.zeros([BN, TOKENS], tl.float32)
-    other = tl.zeros([BN, TOKENS], tl.float32)
-    squares = tl.zeros([TOKENS, BK], tl.float32)
-    lines = token.to(tl.int64)[:, None]
-    for begin in range(0, K, BK):
-        k = begin + lane
-        w_mask = (n < N)[:, None] & (k < K)[None, :]
-        here = (token < count)[:, None] & (k < K)[None, :]
+    acc0 = tl.zeros([BN, BK], tl.float32)
+    acc1 = tl.zeros([BN, BK], tl.float32)
+    acc2 = tl.zeros([BN, BK], tl.float32)
+    acc3 = tl.zeros([BN, BK], tl.float32)
+    other0 = tl.zeros([BN, BK], tl.float32)
+    other1 = tl.zeros([BN, BK], tl.float32)
+    other2 = tl.zeros([BN, BK], tl.float32)
+    other3 = tl.zeros([BN, BK], tl.float32)
+    squares0 = tl.zeros([BK], tl.float32)
+    squares1 = tl.zeros([BK], tl.float32)
+    squares2 = tl.zeros([BK], tl.float32)
+    squares3 = tl.zeros([BK], tl.float32)
+    for begin in tl.range(0, K, BK, num_stages=STAGES):
+        k = begin + tl.arange(0, BK)
+        own = tl.program_id(0) == (begin // BK) % tl.num_programs(0)
         if N % BN == 0 and K % BK == 0:
             w = tl.load(rows + k[None, :])
         else:
-            w = tl.load(rows + k[None, :], mask=w_mask, other=0.0)
-        value = tl.load(x + lines * x_stride + k[None, :], mask=here, other=0.0)
-        if KIND != PLAIN:
-            wide = value.to(tl.float32)
-            if ADDING:
-                added = tl.load(y + lines * y_stride + k[None, :], mask=here, other=0.0)
-                value = rounded(wide + added.to(tl.float32), KEPT)
-                wide = value.to(tl.float32)
-                own = (begin // BK) % tl.num_programs(0)
-                told = tl.where(tl.program_id(0) == own, count, 0)
-                mine = (token < told)[:, None] & (k < K)[None, :]
-                tl.store(total + lines * K + k[None, :], value, mask=mine)
-            if NORMED:
-                squares += wide * wide
-                factor = tl.load(norm + k, mask=k < K, other=0.0).to(tl.float32)
-                if KIND == ZERO_CENTRED:
-                    factor = 1.0 + factor
-                value = rounded(wide * factor[None, :], KEPT)
-            if GATED:
-                heads = tl.reshape(wide, [TOKENS, BK // HEAD, HEAD])
-                unit = tl.rsqrt(tl.sum(heads * heads, 2) / HEAD + eps)
-                heads = heads * unit[:, :, None]
-                factor = tl.load(norm + tl.arange(0, HEAD))
-                passing = tl.load(gate + lines * gate_stride + k[None, :], mask=here, other=0.0)
-                passing = tl.reshape(passing.to(tl.float32), [TOKENS, BK // HEAD, HEAD])
-                if KIND == GATED_SILU:
-                    heads = rounded(heads, KEPT).to(tl.float32)
-                    heads = heads * factor.to(tl.float32)[None, None, :]
-                    if factor.dtype == KEPT:
-                        heads = rounded(heads, KEPT).to(tl.float32)
-                    heads = heads * silu(passing)
-                else:
-                    heads = heads * factor.to(tl.float32)[None, None, :] * sigmoid(passing)
-                value = tl.reshape(rounded(heads, KEPT), [TOKENS, BK])
-        acc += product(w, tl.trans(value), KEPT, "tf32x3")
+            there = (n < N)[:, None] & (k < K)[None, :]
+            w = tl.load(rows + k[None, :], mask=there, other=0.0)
+        w = w.to(tl.float32)
+        u = w
         if SWIGLU:
             if N % BN == 0 and K % BK == 0:
                 u = tl.load(rows + N * K + k[None, :])
             else:
-                u = tl.load(rows + N * K + k[None, :], mask=w_mask, other=0.0)
-            other += product(u, tl.trans(value), KEPT, "tf32x3")
-    if NORMED:
-        unit = tl.rsqrt(tl.sum(squares, 1) / K + eps)
-        acc = acc * unit[None, :]
-        other = other * unit[None, :]
-    acc = rounded(acc, KEPT)
-    if SWIGLU:
-        other = rounded(other, KEPT).to(tl.float32)
-        acc = bounded_swiglu(acc.to(tl.float32), other, LIMIT, KEPT)
-    place = token.to(tl.int64)[None, :] * N + n[:, None]
-    tl.store(out + place, acc, mask=(n < N)[:, None] & (token < count)[None, :])
+                there = (n < N)[:, None] & (k < K)[None, :]
+                u = tl.load(rows + N * K + k[None, :], mask=there, other=0.0)
+            u = u.to(tl.float32)
+        value, found = _input(
+            x, y, norm, gate, total, 0, begin, own, count, x_stride, y_stride, gate_stride, eps,
+            K, BK, HEAD, KIND, ADDING, KEPT,
+        )  # fmt: skip
+        squares0 += found
+        acc0 += w * value[None, :]
+        if SWIGLU:
+            other0 += u * value[None, :]
+        if TOKENS > 1:
+            value, found = _input(
+                x, y, norm, gate, total, 1, begin, own, count, x_stride, y_stride, gate_stride,
+                eps, K, BK, HEAD, KIND, ADDING, KEPT,
+            )  # fmt: skip
+            squares1 += found
+            acc1 += w * value[None, :]
+            if SWIGLU:
+                other1 += u * value[None, :]
+        if TOKENS > 2:
+            value, found = _input(
+                x, y, norm, gate, total, 2, begin, own, count, x_stride, y_stride, gate_stride,
+                eps, K, BK, HEAD, KIND, ADDING, KEPT,
+            )  # fmt: skip
+            squares2 += found
+            acc2 += w * value[None, :]
+            if SWIGLU:
+                other2 += u * value[None, :]
+            value, found = _input(
+                x, y, norm, gate, total, 3, begin, own, count, x_stride, y_stride, gate_stride,
+                eps, K, BK, HEAD, KIND, ADDING, KEPT,
+            )  # fmt: skip
+            squares3 += found
+            acc3 += w * value[None, :]
+            if SWIGLU:
+                other3 += u * value[None, :]
+    _output(acc0, other0, squares0, out, 0, n, count, eps, K, N, NORMED, SWIGLU, LIMIT)
+    if TOKENS > 1:
+        _output(acc1, other1, squares1, out, 1, n, count, eps, K, N, NORMED, SWIGLU, LIMIT)
+    if TOKENS > 2:
+        _output(acc2, other2, squares2, out, 2, n, count, eps, K, N, NORMED, SWIGLU, LIMIT)
+        _output(acc3, other3, squares3, out, 3, n, count, eps, K, N, NORMED, SWIGLU, LIMIT)

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from millpond.ops.triton.live import live
+from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap
 from millpond.ops.triton.shared import (
     LAUNCH,
     head_stride,
@@ -76,7 +77,7 @@ def turn_and_write(
             value.stride(0), head_stride(value), token_stride(cos), token_stride(sin),
             slot_stride(key_pages), slot_stride(value_pages), eps,
             HEADS=heads, KV_HEADS=kv_heads, D=dim, DP=padded, HALF=cos.shape[-1],
-            TILE=PAGE, BLOCK=block, num_warps=4, **LAUNCH,
+            TILE=PAGE, BLOCK=block, num_warps=4, **LAUNCH, **overlap(key.device),
         )  # fmt: skip
     return None if query is None else out
 
@@ -131,9 +132,12 @@ def _turn(
     query_stride, query_head, key_stride, key_head, value_stride, value_head,
     cos_stride, sin_stride, key_page_stride, value_page_stride, eps,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    HALF: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    HALF: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """BLOCK heads of one token: some of its queries, of its keys or of its values."""
+    if OVERLAP:
+        let_next_begin()
+        await_previous()
     QUERIES: tl.constexpr = (HEADS + BLOCK - 1) // BLOCK
     KEYS: tl.constexpr = (KV_HEADS + BLOCK - 1) // BLOCK
     KEPT: tl.constexpr = key.dtype.element_ty

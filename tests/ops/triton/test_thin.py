@@ -16,8 +16,8 @@ from tests.ops.triton.tolerances import within
 kernels = pytest.importorskip("millpond.ops.triton.thin")
 pytestmark = pytest.mark.usefixtures(poisoned.__name__)
 
-CHOICES = [ThinChoice(outputs=16, step=64, stages=2, ahead=1), ThinChoice(32, 128, 4, 3, 2)]
-TOKENS = [1, 19]
+CHOICES = [ThinChoice(8, 64, 4, 2, 1), ThinChoice(16, 128, 4, 3, 2)]
+TOKENS = [1, 3]
 EPS = 1e-5
 
 
@@ -25,7 +25,7 @@ def random(*shape: int, dtype: torch.dtype, made: int = 7) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(made)).to(dtype)
 
 
-@pytest.fixture(params=CHOICES, ids=["16x64", "32x128"])
+@pytest.fixture(params=CHOICES, ids=["8x64", "16x128"])
 def choice(request: pytest.FixtureRequest) -> ThinChoice:
     return request.param
 
@@ -42,8 +42,7 @@ def test_a_thin_product_is_the_product_and_no_row_depends_on_another(
         found = kernels.thin_linear(on(device, x), weight.to(device), choice)
         torch.testing.assert_close(found.cpu(), linear(x, weight), **within("products", dtype))
         some = kernels.thin_linear(on(device, x)[-1:], weight.to(device), choice)
-        if tokens <= 16:
-            assert equal_bytes(some.cpu(), found[-1:].cpu())
+        assert equal_bytes(some.cpu(), found[-1:].cpu())
     nothing = kernels.thin_linear(x[:0].to(device), weight.to(device), choice)
     assert nothing.shape == (0, outputs)
 
@@ -52,9 +51,9 @@ def test_a_thin_product_is_the_product_and_no_row_depends_on_another(
 @pytest.mark.parametrize("zero_centred", [False, True])
 @pytest.mark.parametrize("adding", [False, True])
 def test_sum_norm_product_and_activation_in_one(
-    adding: bool, zero_centred: bool, dtype: torch.dtype, choice: ThinChoice, device: torch.device
+    adding: bool, zero_centred: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    outputs, inner = 40, 200
+    outputs, inner, choice = 12, 200, CHOICES[adding]
     norm = random(inner, dtype=dtype, made=3) / 4
     if not zero_centred:
         norm = norm + 1
@@ -78,9 +77,9 @@ def test_sum_norm_product_and_activation_in_one(
 
 
 def test_a_product_and_its_activation_in_one(choice: ThinChoice, device: torch.device) -> None:
-    dtype, outputs, inner = torch.bfloat16, 40, 96
+    dtype, outputs, inner = torch.bfloat16, 12, 96
     weight = random(2 * outputs, inner, dtype=dtype) / inner**0.5
-    x = view_of_wider(5, inner, dtype=dtype, made=1)
+    x = view_of_wider(4, inner, dtype=dtype, made=1)
     for limit in (None, 0.5):
         expected = reference.linear_swiglu(x, weight, limit=limit)
         found = kernels.thin_linear_swiglu(on(device, x), weight.to(device), choice, limit=limit)
@@ -90,9 +89,9 @@ def test_a_product_and_its_activation_in_one(choice: ThinChoice, device: torch.d
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("silu", [False, True])
 def test_a_gated_norm_by_heads_and_a_product_in_one(
-    silu: bool, dtype: torch.dtype, choice: ThinChoice, device: torch.device
+    silu: bool, dtype: torch.dtype, device: torch.device
 ) -> None:
-    outputs, heads, size = 40, 5, 32
+    outputs, heads, size, choice = 12, 5, 32, CHOICES[silu]
     weight = random(outputs, heads * size, dtype=dtype) / (heads * size) ** 0.5
     for norm in (random(size, dtype=torch.float32, made=3), random(size, dtype=dtype, made=3)):
         for tokens in TOKENS:
