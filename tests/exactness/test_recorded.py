@@ -58,7 +58,7 @@ def test_texts_states_and_pages_are_those_of_plain_steps(family: str, num_drafts
     assert truth.num_compared > 0
     assert found.executor.bytes_beyond == []
     runner = found.executor.worker.runner
-    assert runner.num_replays > found.stats.steps_ahead > found.stats.steps // 2
+    assert runner.num_replays > found.stats.steps_ahead > 10
 
 
 def test_ends_aborts_and_failures_leave_the_others_right() -> None:
