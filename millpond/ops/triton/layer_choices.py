@@ -20,7 +20,7 @@ class ThinChoice:
     step: int
     warps: int
     stages: int
-    ahead: int = 2  # steps of the weights that are asked for before the inputs are there
+    ahead_bytes: int = 20 << 20  # of all weights, asked for before the inputs are there
 
 
 @dataclass(frozen=True, slots=True)

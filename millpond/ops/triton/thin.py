@@ -115,14 +115,16 @@ def _launch(
     outputs = weight.shape[0] // 2 if swiglu else weight.shape[0]
     out = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
     total = x if y is None else torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
+    step = max(choice.step, head)
+    ahead = choice.ahead_bytes // (weight.shape[0] * step * weight.itemsize)
     if tokens:
         _few[(triton.cdiv(outputs, choice.outputs),)](
             x, x if y is None else y, x if norm is None else norm, x if gate is None else gate,
             weight, out, total, tokens, token_stride(x),
             token_stride(x if y is None else y), token_stride(x if gate is None else gate), eps,
             K=inner, N=outputs, TOKENS=power_of_two(tokens), BN=choice.outputs,
-            BK=max(choice.step, head), HEAD=head, KIND=kind, ADDING=y is not None,
-            SWIGLU=swiglu, LIMIT=limit, STAGES=choice.stages, AHEAD=choice.ahead,
+            BK=step, HEAD=head, KIND=kind, ADDING=y is not None,
+            SWIGLU=swiglu, LIMIT=limit, STAGES=choice.stages, AHEAD=min(ahead, triton.cdiv(inner, step)),
             num_warps=choice.warps, **LAUNCH, **overlap(x.device),
         )  # fmt: skip
     return out, total

@@ -143,6 +143,8 @@ def _turn(
     KEPT: tl.constexpr = key.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
+    page = tl.load(token_page + token).to(tl.int64)
+    offset = tl.load(token_offset + token).to(tl.int64)
     d = tl.arange(0, DP)
     lane = tl.arange(0, BLOCK)
     cos += token * cos_stride
@@ -156,21 +158,20 @@ def _turn(
         )  # fmt: skip
         tl.store(out + (token * HEADS + head[:, None]) * D + d[None, :], turned, mask=here)
     else:
-        page = tl.load(token_page + token).to(tl.int64)
-        if page >= 0:
-            offset = tl.load(token_offset + token).to(tl.int64)
-            head = ((part - QUERIES) % KEYS) * BLOCK + lane
-            here = (head < KV_HEADS)[:, None] & (d < D)[None, :]
-            place = head[:, None] * (TILE * D) + offset * D + d[None, :]
-            if part < QUERIES + KEYS:
-                turned = _turned(
-                    key + token * key_stride, k_norm, cos, sin, head, here, eps, key_head,
-                    D, DP, HALF, KEPT,
-                )  # fmt: skip
-                turned = rounded(turned.to(tl.float32), key_pages.dtype.element_ty)
-                tl.store(key_pages + page * key_page_stride + place, turned, mask=here)
-            else:
-                at = value + token * value_stride + head[:, None] * value_head + d[None, :]
-                same = tl.load(at, mask=here, other=0.0).to(tl.float32)
-                same = rounded(same, value_pages.dtype.element_ty)
-                tl.store(value_pages + page * value_page_stride + place, same, mask=here)
+        head = ((part - QUERIES) % KEYS) * BLOCK + lane
+        here = (head < KV_HEADS)[:, None] & (d < D)[None, :]
+        kept = (head < tl.where(page >= 0, KV_HEADS, 0))[:, None] & (d < D)[None, :]
+        place = head[:, None] * (TILE * D) + offset * D + d[None, :]
+        page = tl.maximum(page, 0)
+        if part < QUERIES + KEYS:
+            turned = _turned(
+                key + token * key_stride, k_norm, cos, sin, head, here, eps, key_head,
+                D, DP, HALF, KEPT,
+            )  # fmt: skip
+            turned = rounded(turned.to(tl.float32), key_pages.dtype.element_ty)
+            tl.store(key_pages + page * key_page_stride + place, turned, mask=kept)
+        else:
+            at = value + token * value_stride + head[:, None] * value_head + d[None, :]
+            same = tl.load(at, mask=here, other=0.0).to(tl.float32)
+            same = rounded(same, value_pages.dtype.element_ty)
+            tl.store(value_pages + page * value_page_stride + place, same, mask=kept)

@@ -16,7 +16,7 @@ from tests.ops.triton.tolerances import within
 kernels = pytest.importorskip("millpond.ops.triton.thin")
 pytestmark = pytest.mark.usefixtures(poisoned.__name__)
 
-CHOICES = [ThinChoice(8, 64, 4, 2, 1), ThinChoice(16, 128, 4, 3, 2)]
+CHOICES = [ThinChoice(8, 64, 4, 2), ThinChoice(16, 128, 4, 3)]
 TOKENS = [1, 3]
 EPS = 1e-5
 
