@@ -3,7 +3,8 @@
 python -m tests.gpu.agreement [--device cuda] [--model NAME] [--cases N] [--seconds LIMIT]
 
 One line a comparison, each model in fp32 and bf16: replies that are equal token by token, the
-places of the first different tokens, the largest difference of a log probability before them.
+places of the first different tokens, the largest difference of a log probability before them. Every
+state that a step leaves, exports among them, is looked at: a last line says how many were finite.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from millpond.config import PytorchEngineConfig, SpeculativeConfig
 from millpond.evaluate import Case, Dialect, Mode, compare, run
 from millpond.evaluate.running import Outcome, Ran
 from millpond.front.directory import BUNDLED
+from tests.gpu.finite import States, states_looked_at
 
 MODELS = ("millpond-tiny-glm", "millpond-tiny-qwen")
 TASKS = ("ledger", "recall", "copy", "arithmetic", "speech", "tools")
@@ -112,22 +114,25 @@ def report(
     cases: list[Case],
     say: Callable[[str], None],
     until: float = float("inf"),
-) -> dict[str, Agreement]:
+) -> tuple[dict[str, Agreement], States]:
     """Run all comparisons that begin before `until` (`time.monotonic`), a line each."""
     done: dict[str, Ran] = {}
     found: dict[str, Agreement] = {}
-    for name, *ways in comparisons(device, dtype):
-        if time.monotonic() > until:
-            say(f"{model} {dtype}: {name}: no time left")
-            continue
-        for way in ways:
-            key = repr(way)
-            if key not in done:
-                done[key] = run(BUNDLED / model, way, cases)
-        one, two = (done[repr(way)] for way in ways)
-        found[name] = agreement(one, two)
-        say(f"{model} {dtype}: {name}: {found[name]}")
-    return found
+    with states_looked_at() as states:
+        for name, *ways in comparisons(device, dtype):
+            if time.monotonic() > until:
+                say(f"{model} {dtype}: {name}: no time left")
+                continue
+            for way in ways:
+                key = repr(way)
+                if key not in done:
+                    done[key] = run(BUNDLED / model, way, cases)
+            one, two = (done[repr(way)] for way in ways)
+            found[name] = agreement(one, two)
+            say(f"{model} {dtype}: {name}: {found[name]}")
+    broken = "all finite" if not states.broken else f"NOT FINITE: {states.broken[:3]}"
+    say(f"{model} {dtype}: {states.count} states, {states.exports} of them exports, {broken}")
+    return found, states
 
 
 def main(argv: list[str]) -> int:

@@ -27,8 +27,10 @@ def test_in_fp32_every_mode_says_the_same(
     model: str, device: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with capsys.disabled():
-        found = report(model, device, "float32", cases_of(model, 1), print)
+        found, states = report(model, device, "float32", cases_of(model, 1), print)
     assert len(found) >= 7
+    assert states.broken == []
+    assert states.exports > 0
     for name, one in found.items():
         assert one.places == (), name
         assert one.drift <= SILENT, name
