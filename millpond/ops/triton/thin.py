@@ -117,6 +117,7 @@ def _launch(
     total = x if y is None else torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
     step = max(choice.step, head)
     ahead = choice.ahead_bytes // (weight.shape[0] * step * weight.itemsize)
+    ahead = min(ahead, triton.cdiv(inner, step))
     if tokens:
         _few[(triton.cdiv(outputs, choice.outputs),)](
             x, x if y is None else y, x if norm is None else norm, x if gate is None else gate,
@@ -124,7 +125,7 @@ def _launch(
             token_stride(x if y is None else y), token_stride(x if gate is None else gate), eps,
             K=inner, N=outputs, TOKENS=power_of_two(tokens), BN=choice.outputs,
             BK=step, HEAD=head, KIND=kind, ADDING=y is not None,
-            SWIGLU=swiglu, LIMIT=limit, STAGES=choice.stages, AHEAD=min(ahead, triton.cdiv(inner, step)),
+            SWIGLU=swiglu, LIMIT=limit, STAGES=choice.stages, AHEAD=ahead,
             num_warps=choice.warps, **LAUNCH, **overlap(x.device),
         )  # fmt: skip
     return out, total
