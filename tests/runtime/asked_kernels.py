@@ -21,6 +21,7 @@ from triton.runtime.jit import JITFunction
 
 import millpond
 from bench.ops.compile import NoDriver
+from millpond.executor.uni import UniExecutor
 from millpond.ops import bind as binding
 from millpond.ops.batch import WriteLog
 from millpond.ops.bind import OP_NAMES, Bound
@@ -88,7 +89,7 @@ def main(kind: str, drafts: int, kinds: str) -> None:
     served = worker._like_this(num_slots=12, num_pages=160, num_seats=4, runs_ahead=True)
     served.runner.capture(capturer=CallAgain())
     COMPILATIONS.ready()
-    serve(served)
+    serve(UniExecutor(served))
     assert served.counts().graph_replays
     print("asked", COMPILATIONS.at_start, "late", COMPILATIONS.late)
 

@@ -19,7 +19,7 @@ from millpond.errors import Refused
 from millpond.executor.uni import UniExecutor
 from millpond.ops.bind import OP_NAMES, Bound
 from millpond.plan.sampling import SamplingParams
-from millpond.plan.step import Capabilities, StepPlan
+from millpond.plan.step import Capabilities, Executor, StepPlan
 from millpond.runtime import worker as runtime
 from millpond.runtime.warmup import PAGES, SEATS, SLOTS, every_kind, few_kinds, largest, steady
 from millpond.runtime.worker import Worker, load
@@ -93,7 +93,7 @@ def test_no_request_calls_an_op_in_a_way_in_which_warming_up_did_not(
     other.run_through(kinds=every_kind)
     warm = set(seen)
     seen.clear()
-    serve(like_this(num_slots=12, num_pages=160, num_seats=4))
+    serve(UniExecutor(like_this(num_slots=12, num_pages=160, num_seats=4)))
     assert len({name for name, *_ in seen}) >= 15
     assert seen <= warm, f"first seen while serving: {sorted(map(str, seen - warm))}"
     seen.clear()
@@ -147,13 +147,13 @@ def test_the_largest_steps_can_be_run(kind: str, drafts: int) -> None:
         assert all(e.finite for e in result.emitted)
 
 
-def serve(worker: Worker) -> None:
+def serve(executor: Executor) -> None:
     """Requests of many kinds together, on an engine of their own."""
     settings = EngineSettings(
         max_batch_size=4, max_prefill_tokens=128, session_len=1000, checkpoint_budget=4,
         debug_audit=True, debug_poison=True, decode_checkpoint_interval=64,
     )  # fmt: skip
-    engine = Engine(settings, UniExecutor(worker))
+    engine = Engine(settings, executor)
     params: tuple[dict[str, Any], ...] = (
         {"temperature": 0.0},
         {"seed": 3},
