@@ -69,6 +69,8 @@ class Staging:
         self.counters = SeatCounters(num_seats, num_drafts, device, self.ring, ops.keep_counters)
         self.page_table = torch.full((num_seats, max_pages), NONE, dtype=torch.int64, device=device)
         self._num_pages = [0] * num_seats  # filled entries of each seat's table
+        self._ramps: dict[int, torch.Tensor] = {}
+        self._nones: dict[int, torch.Tensor] = {}
 
     def empty(self, seats: Sequence[int]) -> None:
         """Forget the pages and counters of these seats."""
@@ -191,7 +193,6 @@ class Staging:
         """
         count = numbers.shape[1]
         live = self._ops.stage_live(numbers, self.counters.table, self.page_table, most=most)
-        none = _no_rows(self.device)
         verify = _verify_rows(numbers, live, self.num_drafts + 1)
         return ForwardBatch(
             token_ids=live.token_ids,
@@ -199,8 +200,8 @@ class Staging:
             token_row=live.token_row,
             token_page=live.token_page,
             token_offset=live.token_offset,
-            prefill=none,
-            decode=none,
+            prefill=self._rows_of_none(0),
+            decode=self._rows_of_none(0),
             verify=verify,
             row_start=live.row_start,
             row_end=live.row_end,
@@ -208,7 +209,7 @@ class Staging:
             ends=(most * PAGE_SIZE,) * count,
             seats=verify.seats,
             page_table=live.page_table,
-            logits_at=torch.arange(count * verify.width, device=self.device),
+            logits_at=self._ramp(count * verify.width),
         )
 
     def singles(
@@ -227,31 +228,23 @@ class Staging:
         bounds = tuple(min(end, limit) for end in ends)
         most = -(-max(bounds, default=0) // PAGE_SIZE)
         single = self._ops.stage_singles(seats, positions, self.page_table, most=most)
-        row = torch.arange(count + 1, device=self.device)
-        none = torch.full((count,), NONE, dtype=torch.int64, device=self.device)
+        rows = self._rows_of_none(count)
+        row = rows.cu_seqlens[:-1]
         return ForwardBatch(
             token_ids=tokens,
             positions=single.positions,
-            token_row=row[:-1],
+            token_row=row,
             token_page=single.token_page,
             token_offset=single.token_offset,
-            prefill=_no_rows(self.device),
-            decode=RowSlots(
-                lengths=(1,) * count,
-                cu_seqlens=row,
-                state_in=none,
-                state_out=none,
-                export_row=row[:0],
-                export_offset=row[:0],
-                export_slot=row[:0],
-            ),
+            prefill=self._rows_of_none(0),
+            decode=rows,
             row_start=single.positions,
             row_end=single.row_end,
             starts=(0,) * count,
             ends=bounds,
             seats=seats,
             page_table=single.page_table,
-            logits_at=row[:-1],
+            logits_at=row,
         )
 
     def _check_room(self, rows: Sequence[Row | VerifyRow], ends: Sequence[int]) -> None:
@@ -262,6 +255,28 @@ class Staging:
                     f"row of {row.request} ends at {end}, its seat {row.seat} holds"
                     f" {self._num_pages[row.seat]} pages"
                 )
+
+    def _rows_of_none(self, count: int) -> RowSlots:
+        """Rows of one token each and of no slot."""
+        if count not in self._nones:
+            none = torch.full((count,), NONE, dtype=torch.int64, device=self.device)
+            self._nones[count] = none
+        none = self._nones[count]
+        return RowSlots(
+            lengths=(1,) * count,
+            cu_seqlens=self._ramp(count + 1),
+            state_in=none,
+            state_out=none,
+            export_row=none[:0],
+            export_offset=none[:0],
+            export_slot=none[:0],
+        )
+
+    def _ramp(self, count: int) -> torch.Tensor:
+        """0 .. count - 1, made once: it is only read."""
+        if count not in self._ramps:
+            self._ramps[count] = torch.arange(count, device=self.device)
+        return self._ramps[count]
 
     def _send(self, arrays: Sequence[np.ndarray]) -> tuple[torch.Tensor, ...]:
         """One transfer for all of them, whatever their number."""
@@ -326,19 +341,6 @@ def _verify_rows(numbers: torch.Tensor, live: LiveTokens, width: int) -> VerifyR
         seats=seats,
         export_end=export_end,
         export_slot=export_slot,
-    )
-
-
-def _no_rows(device: torch.device) -> RowSlots:
-    none = torch.zeros(0, dtype=torch.int64, device=device)
-    return RowSlots(
-        lengths=(),
-        cu_seqlens=torch.zeros(1, dtype=torch.int64, device=device),
-        state_in=none,
-        state_out=none,
-        export_row=none,
-        export_offset=none,
-        export_slot=none,
     )
 
 
