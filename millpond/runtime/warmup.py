@@ -79,9 +79,10 @@ def few_kinds(c: Capabilities) -> Iterator[StepPlan]:
 
 
 def largest(c: Capabilities, prefill_tokens: int) -> Iterator[StepPlan]:
-    """Two steps; the second is the largest there can be, `prefill_tokens` being its prompts' part.
+    """Three steps, two of them the largest there can be; `prefill_tokens` is their prompts' part.
 
-    All seats run and draw in every way at once, at the end of the longest sequence there may be.
+    All seats run and draw in every way at once, at the end of the longest sequence there may be: in
+    the second step beside one long prompt, in the third each with a short prompt of its own.
     """
     plans = _Plans(c)
     last, seats = plans.last, plans.all_seats
@@ -104,6 +105,10 @@ def largest(c: Capabilities, prefill_tokens: int) -> Iterator[StepPlan]:
     yield plans.step(
         prefill=tuple(prompts), decode=known, verify=live, masks=plans.masks(seats, others)
     )
+    count = max(1, min(prefill_tokens // len(seats), last // PAGE_SIZE * PAGE_SIZE))
+    start = (last - count) // PAGE_SIZE * PAGE_SIZE
+    short = tuple(plans.row(seat, start, count, NO_SLOT) for seat in seats)
+    yield plans.step(prefill=short, masks=plans.masks(seats, ()))
 
 
 def steady(c: Capabilities) -> Iterator[StepPlan]:

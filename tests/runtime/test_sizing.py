@@ -55,7 +55,7 @@ def test_the_peak_is_that_of_the_largest_step_and_graphs_are_those_of_the_steady
     assert measure(Meter().run, C, 200, Meter()) == Peaks(activations=0, graphs=0)
     meter = Meter()
     found = measure(meter.run, C, 200, meter, num_graphs=4)
-    assert found.activations == 1000 * (200 + 2)
+    assert found.activations == 1000 * (200 + 2)  # a long prompt beside two that run on
     assert found.graphs == 1000 * 3 + 4 * GRAPH_BYTES
     assert measure(meter.run, C, 200, meter).graphs == 0
     assert found.left(100 * MIB) == 100 * MIB - found.activations - found.graphs

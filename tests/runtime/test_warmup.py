@@ -126,13 +126,15 @@ def test_the_largest_step_holds_the_whole_budget_and_every_seat_at_the_longest_l
     drafts: int,
 ) -> None:
     c = capabilities(num_seats=9, num_draft_tokens=drafts, max_position=640)
-    *_, plan = largest(c, 1500)
+    _, plan, short = largest(c, 1500)
     assert sum(len(row.tokens) for row in plan.prefill) == 1500
     others = plan.verify if drafts else plan.decode
     assert len(plan.prefill) + len(others) == 9
     assert max(row.end for row in others) == 640 - drafts
     assert plan.prefill[0].prompt_logprobs is not None
     assert len(plan.masks) == 9
+    assert [len(row.tokens) for row in short.prefill] == [1500 // 9] * 9
+    assert not short.verify
     *_, plain = steady(c)
     assert not plain.prefill
     assert len(plain.verify if drafts else plain.decode) == 9
