@@ -17,7 +17,7 @@ from millpond.models.progress import CountBar
 from millpond.plan.step import Executor
 from millpond.runtime.compiled import COMPILATIONS
 from millpond.runtime.sizing import CudaMeter, Meter, Peaks, fitting
-from millpond.runtime.warmup import PAGES, SLOTS
+from millpond.runtime.warmup import PAGES, SEATS, SLOTS
 from millpond.runtime.worker import Loaded, Worker, load_weights
 from millpond.units import human
 
@@ -84,7 +84,7 @@ def bring_up(
         spare = loaded.worker(
             num_slots=SLOTS,
             num_pages=PAGES,
-            num_seats=resolved.num_seats,
+            num_seats=max(SEATS, resolved.num_seats),
             session_len=resolved.session_len,
         )
         with CountBar("warm-up") as bar:

@@ -109,7 +109,7 @@ class OnGpu:
 def test_memory_is_measured_then_split_and_the_log_says_how_in_one_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    gpu = OnGpu(max_batch_size=3, session_len=256, max_prefill_token_num=128)
+    gpu = OnGpu(max_batch_size=5, session_len=256, max_prefill_token_num=128)
     loaded: Loaded = gpu  # type: ignore[assignment]
     planned = gpu.resolved(MEMORY)
     asked: list[int] = []
@@ -121,21 +121,21 @@ def test_memory_is_measured_then_split_and_the_log_says_how_in_one_line(
     with caplog.at_level(logging.INFO):
         built = bring_up(loaded, planned, gpu.meter, resize, gpu.phases.append)
     assert gpu.phases == ["warm-up", "profiling", "capture"]
-    assert asked == [MEMORY - 5000 - 1000 * (128 + 2)]
+    assert asked == [MEMORY - 5000 - 1000 * (128 + 4)]
     spare, own = gpu.made
-    assert spare.capabilities.num_seats == 3
+    assert spare.capabilities.num_seats == 5
     r, c = built.resolved, own.capabilities
     assert (c.num_slots, c.num_pages, c.num_seats) == (r.num_slots, r.num_pages, r.num_seats)
     assert built.executor.capabilities == c
     (line,) = [m for m in caplog.messages if m.startswith("memory of")]
     for words in (
         "weights",
-        "activations 127.0 KiB",
+        "activations 128.9 KiB",
         "graphs",
         f"{r.num_slots} slots",
-        f"4 to run, {r.checkpoint_budget} checkpoints",
+        f"6 to run, {r.checkpoint_budget} checkpoints",
         f"{r.num_pages} pages",
-        "3 seats",
+        "5 seats",
         "free",
     ):
         assert words in line
@@ -152,3 +152,10 @@ def test_what_was_asked_for_and_does_not_fit_once_measured_is_refused_with_what_
     loaded: Loaded = gpu  # type: ignore[assignment]
     with pytest.raises(Refused, match=r"num_kv_pages=4000 does not fit.*\d+ fit beside"):
         bring_up(loaded, planned, gpu.meter, gpu.resolved)
+
+
+def test_an_engine_of_one_seat_warms_up_and_measures_over_more() -> None:
+    gpu = OnGpu(max_batch_size=1, session_len=64, max_prefill_token_num=64)
+    loaded: Loaded = gpu  # type: ignore[assignment]
+    built = bring_up(loaded, gpu.resolved(MEMORY), gpu.meter, gpu.resolved)
+    assert built.executor.capabilities.num_seats == 1
