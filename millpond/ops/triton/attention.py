@@ -217,8 +217,12 @@ def _fold(
     keys, values, pages_of_row, key_stride, value_stride, first_position, scale,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     SAME: tl.constexpr, SELECTED: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr,
+    SEEN: tl.constexpr,
 ):  # fmt: skip
-    """One tile into the running maximum (of scores times log2 e), sum and mix of every line."""
+    """One tile into the running maximum (of scores times log2 e), sum and mix of every line.
+
+    SEEN: every line sees all of it.
+    """
     lane = tl.arange(0, TILE)
     if SELECTED:
         listed = tile * (TILE // SIZE) + lane // SIZE
@@ -235,15 +239,16 @@ def _fold(
         entry = lane
     page = tl.maximum(page, 0)
     k = _vectors(keys, page * key_stride + head * (TILE * D), entry, there, D, DP)
-    scores = product(queries, tl.trans(k), queries.dtype, "tf32x3") * scale
-    seen = (at[None, :] <= position[:, None]) & (at >= first_position)[None, :]
-    if SELECTED:
-        seen = seen & chosen[None, :]
-    scores = tl.where(seen, scores, float("-inf"))
-    new = tl.maximum(top, tl.max(scores, 1))
+    scores = product(queries, tl.trans(k), queries.dtype, "tf32x3")
+    if not SEEN:
+        seen = (at[None, :] <= position[:, None]) & (at >= first_position)[None, :]
+        if SELECTED:
+            seen = seen & chosen[None, :]
+        scores = tl.where(seen, scores, float("-inf"))
+    new = tl.maximum(top, tl.max(scores, 1) * scale)
     finite = tl.where(new == float("-inf"), 0.0, new)
     shrink = tl.exp2(top - finite)
-    weights = tl.exp2(scores - finite[:, None])
+    weights = tl.exp2(tl.fma(scores, scale, -finite[:, None]))
     if SAME:
         v = k
     else:
@@ -255,20 +260,26 @@ def _fold(
 
 @triton.jit
 def _fold_range(
-    queries, position, begin, stop, head, end, groups, size, mask_of_token,
+    queries, position, begin, full, stop, head, end, groups, size, mask_of_token,
     keys, values, pages_of_row, key_stride, value_stride, first_position, scale,
     LINES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     SAME: tl.constexpr, SELECTED: tl.constexpr, TILE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles begin .. stop - 1, in that order."""
+    """Tiles begin .. stop - 1, in that order; every line sees all of those before `full`."""
     top = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
     mixed = tl.zeros([LINES, DVP], tl.float32)
-    for tile in range(begin, stop):
+    for tile in range(begin, full):
         top, total, mixed = _fold(
             queries, position, top, total, mixed, tile, head, end, groups, size, mask_of_token,
             keys, values, pages_of_row, key_stride, value_stride, first_position, scale,
-            D, DP, DV, DVP, SAME, SELECTED, TILE, SIZE,
+            D, DP, DV, DVP, SAME, SELECTED, TILE, SIZE, True,
+        )  # fmt: skip
+    for tile in range(full, stop):
+        top, total, mixed = _fold(
+            queries, position, top, total, mixed, tile, head, end, groups, size, mask_of_token,
+            keys, values, pages_of_row, key_stride, value_stride, first_position, scale,
+            D, DP, DV, DVP, SAME, SELECTED, TILE, SIZE, False,
         )  # fmt: skip
     return top, total, mixed
 
@@ -316,12 +327,15 @@ def _chunk(
         start = tl.load(row_start + row).to(tl.int64)
         last = start + tl.minimum(first + QUERIES, length) - 1
         stop = tl.minimum(last // TILE + 1, num_pages).to(tl.int32)
+        full = ((start + first + 1) // TILE).to(tl.int32)
         size = 0
         if SELECTED:
             size = tl.load(sizes + begin + first)
             stop = (size * SIZE + TILE - 1) // TILE
+            full = 0
+        full = tl.where(first_position > 0, 0, tl.minimum(full, stop))
         _top, total, mixed = _fold_range(
-            queries, tl.where(real, start + step, -1), 0, stop, kv_head,
+            queries, tl.where(real, start + step, -1), 0, full, stop, kv_head,
             tl.load(row_end + row).to(tl.int64),
             groups + (begin + first) * num_pages * (TILE // SIZE), size,
             selected + (begin + first) * selected_stride,
@@ -410,7 +424,8 @@ def _singles(
         if SELECTED:
             size = tl.load(sizes + packed)
         top, total, mixed = _fold_range(
-            queries, tl.where(real, position, -1), begin, tl.minimum(begin + span, tiles), kv_head,
+            queries, tl.where(real, position, -1), begin, begin, tl.minimum(begin + span, tiles),
+            kv_head,
             tl.load(row_end + row).to(tl.int64), groups + packed * num_pages * (TILE // SIZE), size,
             selected + packed * selected_stride,
             keys, values, page_table + row * table_stride, key_stride, value_stride,
