@@ -15,8 +15,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-FIRST_BYTES = 1 << 20
-"""Of a ring when it is made: hundreds of steps of decoding. A larger need grows it."""
+FIRST_BYTES = 8 << 20
+"""Of a ring when it is made: thousands of steps of decoding, dozens of the largest prompts. A larger
+need grows it."""
 
 ALIGNMENT = 16
 """Bytes; every array begins on a multiple, on both sides."""
