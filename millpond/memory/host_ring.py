@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 FIRST_BYTES = 8 << 20
-"""Of a ring when it is made: thousands of steps of decoding, dozens of the largest prompts. A larger
-need grows it."""
+"""Of a ring when it is made: thousands of steps of decoding, dozens of the largest prompts. What
+needs more makes it grow."""
 
 ALIGNMENT = 16
 """Bytes; every array begins on a multiple, on both sides."""
