@@ -19,6 +19,12 @@ FIRST_BYTES = 8 << 20
 """Of a ring when it is made: thousands of steps of decoding, dozens of the largest prompts. What
 needs more makes it grow."""
 
+REPORT_BYTES = 64 << 10
+"""Of a place where a report lands: one of hundreds of rows. What is larger gets one of its own."""
+
+REPORTS = 3
+"""Places made beforehand: page-locking memory in the middle of things would hold up the device."""
+
 ALIGNMENT = 16
 """Bytes; every array begins on a multiple, on both sides."""
 
@@ -214,9 +220,11 @@ class Arrival:
 class Landing:
     """Brings tensors to the host: a copy is queued now, and waited for when somebody reads."""
 
-    def __init__(self, device: torch.device, link: Link | None = None) -> None:
+    def __init__(
+        self, device: torch.device, link: Link | None = None, *, num_stages: int = REPORTS
+    ) -> None:
         self._link = link or link_of(device)
-        self._free: list[torch.Tensor] = []
+        self._free = [self._link.stage(REPORT_BYTES) for _ in range(num_stages)]
 
     def receive(self, source: torch.Tensor) -> Arrival:
         """All bytes of `source`, contiguous."""
@@ -226,7 +234,7 @@ class Landing:
         if fits:
             stage = self._free.pop(fits[0])
         else:
-            stage = self._link.stage(max(ALIGNMENT, 1 << max(num_bytes - 1, 0).bit_length()))
+            stage = self._link.stage(max(REPORT_BYTES, 1 << max(num_bytes - 1, 0).bit_length()))
         self._link.copy(stage[:num_bytes], flat)
         return Arrival(stage, num_bytes, self._link.mark(), self._free)
 

@@ -135,12 +135,14 @@ def test_what_has_a_place_on_the_device_is_overwritten_where_it_is() -> None:
 
 def test_what_lands_is_what_was_there_when_it_was_sent_for() -> None:
     device = SlowDevice()
-    landing = Landing(CPU, device)
+    landing = Landing(CPU, device, num_stages=1)
+    assert len(device.staged) == 1
     source = torch.arange(4)
     first = landing.receive(source)
     assert device.waits == 0
     device.queued.append(lambda: source.add_(10))
     second = landing.receive(source)
+    assert len(device.staged) == 2
     assert first.wait().view(np.int64).tolist() == [0, 1, 2, 3]
     assert second.wait().view(np.int64).tolist() == [10, 11, 12, 13]
     # A stage that was read is taken again, one that was not is nobody else's.
