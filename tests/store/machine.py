@@ -81,6 +81,7 @@ class StoredHost(HostTower):
             caching=True,
             num_drafts=num_drafts,
             along=along,
+            ahead=luck % 2 == 1,
             luck=luck,
             first=first,
             wish=wish,
@@ -187,6 +188,7 @@ class StoredHost(HostTower):
         self.tower = self.new_tower()
         self.engine, self.executor = self.tower.engine, self.tower.executor
         self.executor.right = self._right
+        self.executor.is_late = lambda plan: self.dice.random() < self.late
         self.executor.during = self._interfere
         self.executor.fail = self._fail
         self.executor.writes = lambda slot, end: (slot, end) not in self.unwritten

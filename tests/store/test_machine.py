@@ -13,8 +13,8 @@ from tests.engine.machine import explore
 from tests.store.machine import FAULTS, Fault, StoredHost
 
 PER_ROUND = 20
-SEEDS = (0, 2, 8, 9, 10, *range(3, 8), *range(11, 20))
-"""Of the search for planted faults; the first five find each today."""
+SEEDS = (0, 2, 8, 9, 10, 23, *range(3, 8), *range(11, 20))
+"""Of the search for planted faults; the first six find each today."""
 
 
 @pytest.mark.timeout(3600)
