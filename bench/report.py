@@ -27,9 +27,9 @@ Key = tuple[str, str]
 LIMITS = """
 **What this does not show.** A trained model: weights are random, so answers, routes of tokens to
 experts and acceptance of drafts are not natural. HTTP and tokenizers. More than one GPU, other
-GPUs, traffic that comes and goes. *Idle* is the device's time between steps, at least and at most;
-what a step waits for inside itself is not in it. Peers were measured on another day, on a GPU of
-the same kind, with the same sizes and other tokens."""
+GPUs, traffic that comes and goes. *Idle* is the device's time between steps; what a step waits for
+inside itself is not in it. Peers were measured on another day, on a GPU of the same kind, with the
+same sizes and other tokens."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,9 +103,9 @@ HEADS = (
     "TTFT s, mean / p50 / p99",
     "ms a token",
     "cached",
-    "host us a step",
-    "idle",
-    "steps (launched late); graphs; late kernels",
+    "host us a step: steady; with prompts",
+    "idle; when steady",
+    "steps (with prompts); graphs; late kernels",
     "peak GiB; slots",
     "peers, tok/s; TTFT",
     "bar",
@@ -165,9 +165,10 @@ def _cells(row: Row, results: Results) -> list[str]:
         times,
         _per_token(row),
         f"{best['cached_tokens']} of {best['prompt_tokens']}",
-        f"{best['engine_us_per_step']:.0f} + {best['launch_us_per_step']:.0f}",
+        f"{best['engine_us_steady']:.0f} + {best['launch_us_steady']:.0f};"
+        f" {best['engine_us_with_prompts']:.0f} + {best['launch_us_with_prompts']:.0f}",
         _idle(best),
-        f"{best['steps']} ({best['late_launches']}); {best['graph_replays']};"
+        f"{best['steps']} ({best['steps_with_prompts']}); {best['graph_replays']};"
         f" {best['late_compiles']}",
         f"{_show(peak)}; {best['slots_peak']}",
         _peers(row),
@@ -183,8 +184,8 @@ def _of_ceiling(row: Row) -> str:
 
 
 def _idle(measures: Record) -> str:
-    least, most = measures["idle_at_least"], measures["idle_at_most"]
-    return "-" if least is None else f"{100 * least:.1f} to {100 * most:.1f} %"
+    shares = (measures["idle_between_steps"], measures["idle_when_steady"])
+    return "; ".join("-" if share is None else f"{100 * share:.1f} %" for share in shares)
 
 
 def _per_token(row: Row) -> str:

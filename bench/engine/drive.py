@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from bench.engine.timed import StepLog, Timed
+from bench.engine.timed import Step, StepLog, Timed
 from bench.engine.traffic import Ask, Traffic
 from millpond.engine.loop import Engine
 from millpond.engine.types import Delta, EngineRequest, EngineStats
@@ -96,9 +96,10 @@ class Watched:
                 waiting.clear()
                 for name in self.recorder.tracks:
                     self.engine.abort(name)
+            log, known, waited = self.timed.log, len(self.timed.log.steps), self.timed.log.waiting
             busy = self.engine.step()
-            run.in_steps += time.perf_counter() - now
-            if self.timed.log.steps < SAMPLE_STATS or self.timed.log.steps % SAMPLE_STATS == 0:
+            run.spend(time.perf_counter() - now - (log.waiting - waited), log.steps[known:])
+            if len(log.steps) < SAMPLE_STATS or len(log.steps) % SAMPLE_STATS == 0:
                 run.look(self.engine.stats())
             over, self.recorder.over = self.recorder.over, []
             for track in over:
@@ -134,7 +135,7 @@ class Run:
     began: float
     before: EngineStats
     cut: bool = False
-    in_steps: float = 0.0
+    host: dict[bool, float] = field(default_factory=lambda: {True: 0.0, False: 0.0})
     tracks: list[Track] = field(default_factory=list)
     slots_peak: int = 0
     pages_peak: int = 0
@@ -142,6 +143,14 @@ class Run:
     late_compiles: int = 0  # kernels that a request waited for
     after: EngineStats | None = None
     log: StepLog = field(default_factory=StepLog)
+
+    def spend(self, host: float, launched: list[Step]) -> None:
+        """Seconds of the host beside waiting, in a turn of the engine that launched these steps.
+
+        Counted, without the launches, as that of steady steps unless one of them was not.
+        """
+        steady = all(step.steady for step in launched)
+        self.host[steady] += host - sum(step.launching for step in launched)
 
     def look(self, stats: EngineStats) -> None:
         """What is in use at this moment."""
@@ -190,25 +199,27 @@ class Run:
 
     def _steps(self, told: list[Track]) -> dict[str, Any]:
         """Where the time of steps went; `step_ms` is that of steps after the last first token."""
-        log, steps = self.log, max(1, self.log.steps)
-        idle = log.idle()
-        host = self.in_steps - log.launching - log.waiting
+        log, steps = self.log, len(self.log.steps)
+        steady = sum(step.steady for step in log.steps)
+        count = {True: max(1, steady), False: max(1, steps - steady)}
         longest = max((t.ask.out for t in told), default=0)
         alone = None
         if told and longest > 1 and not self.cut:
             begin = max(t.first for t in told)
             alone = 1e3 * (max(t.last for t in told) - begin) / (longest - 1)
         return {
-            "steps": log.steps,
-            "steps_without_prompts": log.steady,
+            "steps": steps,
+            "steps_with_prompts": steps - steady,
             "ms_per_token_at_the_end": alone,
-            "rows_per_step": log.live_rows / steps,
-            "engine_us_per_step": 1e6 * host / steps,
-            "launch_us_per_step": 1e6 * log.launching / steps,
-            "wait_us_per_step": 1e6 * log.waiting / steps,
-            "idle_at_least": None if idle is None else idle[0],
-            "idle_at_most": None if idle is None else idle[1],
-            "late_launches": log.late,
+            "rows_per_step": log.live_rows / max(1, steps),
+            "engine_us_steady": 1e6 * self.host[True] / count[True],
+            "launch_us_steady": 1e6 * log.launching(True) / count[True],
+            "engine_us_with_prompts": 1e6 * self.host[False] / count[False],
+            "launch_us_with_prompts": 1e6 * log.launching(False) / count[False],
+            "wait_us_per_step": 1e6 * log.waiting / max(1, steps),
+            "idle_between_steps": log.idle(),
+            "idle_when_steady": log.idle_when_steady(),
+            "late_steady": sum(step.late and step.steady for step in log.steps),
             "graph_replays": self.graph_replays,
             "late_compiles": self.late_compiles,
             "computed_prompt_tokens": log.prompt_tokens,

@@ -47,9 +47,9 @@ class Forced(DraftModel):
         """Token ids [n, K] int64."""
         return self._said(live, super().propose(live))
 
-    def propose_plain(self, live: Live) -> torch.Tensor:
+    def propose_plain(self, live: Live, most: int) -> torch.Tensor:
         """As `propose`, of seats that the host need not name."""
-        return self._said(live, super().propose_plain(live))
+        return self._said(live, super().propose_plain(live, most))
 
     def _said(self, live: Live, drafts: torch.Tensor) -> torch.Tensor:
         place = torch.arange(drafts.shape[1], device=drafts.device)

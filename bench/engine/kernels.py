@@ -41,7 +41,7 @@ class KernelProfile:
             self._stop(step)
         if self._profile is None and self._windows and step >= self._windows[0][0]:
             torch.cuda.synchronize()
-            self._profile = profile(activities=[ProfilerActivity.CUDA])
+            self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
             self._profile.start()
             self._began = time.perf_counter()
             self._windows[0] = (step, self._windows[0][1])

@@ -1,9 +1,8 @@
 """An executor that times the steps of another: where the device waits, and where the host does.
 
 On a GPU a step lies between two events of the stream, so that the time from the end of a step to
-the beginning of the next is read from the device's own clock. A step that is launched when the
-device has nothing left to do may begin only at the end of its launch: so there are two shares of
-idle time, at least and at most. What is between is seen by `bench.engine.kernels`.
+the beginning of the next is read from the device's own clock. What a step waits for inside itself
+is not seen that way; `bench.engine.kernels` sees it. A steady step has no row of a prompt.
 """
 
 from __future__ import annotations
@@ -11,49 +10,69 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 
 import torch
 
 from millpond.plan.counts import DeviceCounts, counts_of
 from millpond.plan.step import Capabilities, Executor, Launched, StepPlan, StepResult
 
-Events = tuple[torch.cuda.Event, torch.cuda.Event]
+Mark = torch.cuda.Event | float
+"""A moment: an event of the stream, or on a CPU the clock in seconds."""
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step, in the order of launching. `late`: the device had nothing to do by then."""
+
+    steady: bool
+    late: bool
+    launching: float  # the host, in seconds
+    begin: Mark
+    end: Mark
 
 
 @dataclass(slots=True)
 class StepLog:
-    """Sums over the steps since it was made; seconds."""
+    """The steps since it was made, and sums over them; seconds."""
 
-    steps: int = 0
-    steady: int = 0  # of them without a row of a prompt
-    launching: float = 0.0  # the host, in `launch`
+    steps: list[Step] = field(default_factory=list)
     waiting: float = 0.0  # the host, for results
     drawn: int = 0  # tokens that steps report
     live_rows: int = 0  # decode and verify rows
     prompt_tokens: int = 0  # tokens of prefill rows
-    late: int = 0  # launched when the device had nothing to do
-    launching_late: float = 0.0
-    events: list[Events] = field(default_factory=list)
-    spans: list[tuple[float, float]] = field(default_factory=list)  # without a GPU: on the clock
 
-    def idle(self) -> tuple[float, float] | None:
-        """From the first step's begin to the last one's end: the share of idle time, at least and
-        at most; None without steps.
+    def launching(self, steady: bool) -> float:
+        """Seconds of the host in `launch`."""
+        return sum(step.launching for step in self.steps if step.steady == steady)
+
+    def idle(self) -> float | None:
+        """From the first step's begin to the last one's end, the share between steps."""
+        if not self.steps:
+            return None
+        whole = seconds(self.steps[0].begin, self.steps[-1].end)
+        gaps = (max(0.0, seconds(a.end, b.begin)) for a, b in pairwise(self.steps))
+        return sum(gaps) / whole if whole > 0 else None
+
+    def idle_when_steady(self) -> float | None:
+        """The same among steady steps that follow each other, at most: a late one counts as begun
+        when its launch ended.
         """
-        if self.events:
-            torch.cuda.synchronize()
-            whole = self.events[0][0].elapsed_time(self.events[-1][1]) / 1e3
-            pairs = zip(self.events, self.events[1:], strict=False)
-            gaps = sum(max(0.0, a[1].elapsed_time(b[0])) for a, b in pairs) / 1e3
-        elif self.spans:
-            whole = self.spans[-1][1] - self.spans[0][0]
-            spans = zip(self.spans, self.spans[1:], strict=False)
-            gaps = sum(max(0.0, later[0] - earlier[1]) for earlier, later in spans)
-        else:
-            return None
-        if whole <= 0:
-            return None
-        return gaps / whole, min(1.0, (gaps + self.launching_late) / whole)
+        whole = waste = 0.0
+        for before, step in pairwise(self.steps):
+            if step.steady and before.steady:
+                whole += seconds(before.end, step.end)
+                waste += max(0.0, seconds(before.end, step.begin))
+                waste += step.launching if step.late else 0.0
+        return min(1.0, waste / whole) if whole > 0 else None
+
+
+def seconds(a: Mark, b: Mark) -> float:
+    """From a to b."""
+    if isinstance(a, float) or isinstance(b, float):
+        return float(b) - float(a)  # type: ignore[arg-type]
+    b.synchronize()
+    return a.elapsed_time(b) / 1e3
 
 
 class Timed:
@@ -77,25 +96,24 @@ class Timed:
         """As the other executor does."""
         log = self.log
         if self.before is not None:
-            self.before(log.steps)
+            self.before(len(log.steps))
+        late = not log.steps or (self._on_gpu and log.steps[-1].end.query())
         began = time.perf_counter()
-        if self._on_gpu:
-            late = not log.events or log.events[-1][1].query()
-            events = (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-            events[0].record()
-            launched = self._inner.launch(plan)
-            events[1].record()
-            log.events.append(events)
-            log.late += late
-            log.launching_late += late * (time.perf_counter() - began)
-        else:
-            launched = self._inner.launch(plan)
-        log.launching += time.perf_counter() - began
-        log.steps += 1
-        log.steady += not plan.prefill
+        begin = self._mark()
+        launched = self._inner.launch(plan)
+        end = self._mark()
+        launching = time.perf_counter() - began
+        log.steps.append(Step(not plan.prefill, late, launching, begin, end))
         log.live_rows += len(plan.decode) + len(plan.verify)
         log.prompt_tokens += sum(len(row.tokens) for row in plan.prefill)
-        return _Collected(launched, log, None if self._on_gpu else began)
+        return _Collected(launched, log)
+
+    def _mark(self) -> Mark:
+        if not self._on_gpu:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
     def counts(self) -> DeviceCounts:
         """Those of the other executor."""
@@ -109,18 +127,14 @@ class Timed:
 class _Collected:
     """A step under way, timed where it is collected."""
 
-    def __init__(self, launched: Launched, log: StepLog, began: float | None) -> None:
+    def __init__(self, launched: Launched, log: StepLog) -> None:
         self._launched = launched
         self._log = log
-        self._began = began
 
     def result(self) -> StepResult:
         """What the step did."""
         asked = time.perf_counter()
         found = self._launched.result()
-        now = time.perf_counter()
-        self._log.waiting += now - asked
+        self._log.waiting += time.perf_counter() - asked
         self._log.drawn += len(found.emitted)
-        if self._began is not None:
-            self._log.spans.append((self._began, now))
         return found

@@ -84,7 +84,7 @@ class Trials:
                 run = self.trial(tower, smaller if trial == 0 else one, trial)
                 longest[label] = time.perf_counter() - began
                 spent[label] += longest[label] if trial else 0.0
-                steps[label] = run.log.steps
+                steps[label] = len(run.log.steps)
         if self.profile and tower.device.type == "cuda":
             for one, _ in pairs:
                 self.kernels(tower, one, steps[one.label])
@@ -108,7 +108,7 @@ class Trials:
     def kernels(self, tower: Tower, one: Variant, steps: int) -> None:
         """A repetition whose kernels are watched, early and late in its `steps`, and recorded."""
         watching = KernelProfile([(steps // 6, 6), (steps * 2 // 3, 20)])
-        watching.finish(measure(tower, one, 7, self.limit, watching).log.steps)
+        watching.finish(len(measure(tower, one, 7, self.limit, watching).log.steps))
         for found in watching.found:
             self.lines.add("kernels", workload=one.workload, variant=one.name, **found)
             costliest = "; ".join(
@@ -164,9 +164,11 @@ def in_short(m: dict[str, Any]) -> str:
         f"TTFT {number(m['ttft_mean_s'], 3)} s (p99 {number(m['ttft_p99_s'], 3)})",
         f"at the end {number(m['ms_per_token_at_the_end'], 2)} ms",
         f"cached {m['cached_tokens']}",
-        f"host {m['engine_us_per_step']:.0f} + {m['launch_us_per_step']:.0f} us a step",
-        f"{m['steps']} steps ({m['late_launches']} late), {m['graph_replays']} graphs",
-        f"idle {number(m['idle_at_least'], 3)} to {number(m['idle_at_most'], 3)}",
+        f"host {m['engine_us_steady']:.0f} + {m['launch_us_steady']:.0f} us,"
+        f" with prompts {m['engine_us_with_prompts']:.0f} + {m['launch_us_with_prompts']:.0f}",
+        f"{m['steps']} steps ({m['steps_with_prompts']} with prompts, {m['late_steady']} others"
+        f" late), {m['graph_replays']} graphs",
+        f"idle {number(m['idle_between_steps'], 3)}, steady {number(m['idle_when_steady'], 3)}",
     ]
     if m["draft_tokens"]:
         shown.append(f"accepted {m['accepted_tokens'] / m['draft_tokens']:.2f}")

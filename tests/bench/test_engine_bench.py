@@ -13,6 +13,7 @@ from bench.engine import __main__ as command
 from bench.engine.drive import percentile
 from bench.engine.kernels import Busy, covered, summary
 from bench.engine.models import Sizes, write
+from bench.engine.timed import Step, StepLog
 from bench.engine.tower import build
 from bench.engine.traffic import Conversations, Draw, at_once
 from bench.engine.trials import Lines, Trials, measure
@@ -151,6 +152,20 @@ def test_the_models_are_of_the_published_sizes(tmp_path: Path) -> None:
     assert g8.slot == 6 * 4_341_760 + 2 * 4096
     assert g8.page == 3 * 64 * (1024 + 64)
     assert 93e9 < g8.weights < 94e9  # leaves a third of 141 GB
+
+
+def test_idle_time_lies_between_steps_and_before_late_ones() -> None:
+    prompt = Step(steady=False, late=True, launching=0.5, begin=0.0, end=4.0)
+    first = Step(steady=True, late=True, launching=0.1, begin=5.0, end=6.0)
+    ahead = Step(steady=True, late=False, launching=0.1, begin=6.0, end=7.0)
+    late = Step(steady=True, late=True, launching=0.1, begin=7.3, end=8.0)
+    log = StepLog([prompt, first, ahead, late])
+    assert log.idle() == pytest.approx(1.3 / 8)
+    # From the end of the first steady one on: a gap, and the launch of the one after it.
+    assert log.idle_when_steady() == pytest.approx((0.3 + 0.1) / 2)
+    assert (log.launching(True), log.launching(False)) == (pytest.approx(0.3), 0.5)
+    assert StepLog().idle() is None
+    assert StepLog([prompt]).idle_when_steady() is None
 
 
 def test_kernels_that_overlap_count_once() -> None:
