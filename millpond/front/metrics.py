@@ -128,6 +128,8 @@ class _EngineCollector(Collector):
         for name, text, value in (
             ("steps", "Forwards", s.steps),
             ("steps_failed", "Forwards that failed", s.steps_failed),
+            ("steps_ahead", "Forwards planned while another ran", s.steps_ahead),
+            ("rows_wasted", "Rows of those whose sample had just ended", s.rows_wasted),
             ("prompt_tokens", "Prompt tokens", s.prompt_tokens),
             ("generation_tokens", "Generated tokens", s.generated_tokens),
             ("checkpoints_evicted", "Checkpoints given up for others", s.checkpoints_evicted),
