@@ -15,7 +15,7 @@ import triton.language as tl
 from millpond.ops.batch import RowSlots, VerifyRows
 from millpond.ops.triton.choices import conv_choice
 from millpond.ops.triton.shared import (
-    LAUNCH,
+    UNFUSED,
     aligned,
     kernel,
     power_of_two,
@@ -48,14 +48,14 @@ def conv_prefill(
             x, y, weight, bank, rows.cu_seqlens, rows.state_in, count,
             token_stride(x), slot_stride(bank),
             C=channels, W=width, TAPS=TAPS, BT=choice.tokens, BC=choice.channels,
-            ALIGNED=aligned(x, y), num_warps=choice.warps, **LAUNCH,
+            ALIGNED=aligned(x, y), num_warps=choice.warps, **UNFUSED,
         )  # fmt: skip
         _windows[(count + exports, triton.cdiv(channels, choice.row_channels))](
             x, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
             rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
             token_stride(x), slot_stride(bank),
             C=channels, HISTORY=width - 1, PLACES=power_of_two(width - 1), BC=choice.row_channels,
-            num_warps=choice.row_warps, **LAUNCH,
+            num_warps=choice.row_warps, **UNFUSED,
         )  # fmt: skip
     rows.written.record(*report)
     return y
@@ -76,7 +76,7 @@ def conv_decode(
             rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
             token_stride(x), slot_stride(bank),
             C=channels, W=width, TAPS=TAPS, BC=choice.row_channels, ALIGNED=aligned(x, y),
-            num_warps=choice.row_warps, **LAUNCH,
+            num_warps=choice.row_warps, **UNFUSED,
         )  # fmt: skip
     rows.written.record(*report)
     return y
@@ -104,7 +104,7 @@ def conv_verify(
             rows.export_end, rows.export_slot, report, count,
             token_stride(x), slot_stride(bank), slot_stride(ring),
             C=channels, W=width, TAPS=TAPS, MOST=most, BC=choice.row_channels,
-            ALIGNED=aligned(x, y, ring), num_warps=choice.row_warps, **LAUNCH,
+            ALIGNED=aligned(x, y, ring), num_warps=choice.row_warps, **UNFUSED,
         )  # fmt: skip
     rows.written.record(*report)
     return old_y, y
@@ -178,12 +178,12 @@ def _save_window(
 
 
 @triton.jit
-def _convolved(w3, w2, w1, w0, x3, x2, x1, x0):
+def convolved(w3, w2, w1, w0, x3, x2, x1, x0):
     """silu of the taps' sum [BC], oldest first, in fp32."""
     total = w3 * x3.to(tl.float32)
-    total += w2 * x2.to(tl.float32)
-    total += w1 * x1.to(tl.float32)
-    total += w0 * x0.to(tl.float32)
+    total = tl.fma(w2, x2.to(tl.float32), total)
+    total = tl.fma(w1, x1.to(tl.float32), total)
+    total = tl.fma(w0, x0.to(tl.float32), total)
     return silu(total)
 
 
@@ -224,10 +224,10 @@ def _outputs(
             xd = _load_channels(here + 3 * x_stride, c, in_d, ALIGNED)
             out = y + (begin + at) * C
             kind = y.dtype.element_ty
-            ya = rounded(_convolved(w3, w2, w1, w0, x3, x2, x1, xa), kind)
-            yb = rounded(_convolved(w3, w2, w1, w0, x2, x1, xa, xb), kind)
-            yc = rounded(_convolved(w3, w2, w1, w0, x1, xa, xb, xc), kind)
-            yd = rounded(_convolved(w3, w2, w1, w0, xa, xb, xc, xd), kind)
+            ya = rounded(convolved(w3, w2, w1, w0, x3, x2, x1, xa), kind)
+            yb = rounded(convolved(w3, w2, w1, w0, x2, x1, xa, xb), kind)
+            yc = rounded(convolved(w3, w2, w1, w0, x1, xa, xb, xc), kind)
+            yd = rounded(convolved(w3, w2, w1, w0, xa, xb, xc, xd), kind)
             _store_channels(out, ya, c, C, ALIGNED)
             _store_channels(out + C, yb, c, in_b, ALIGNED)
             _store_channels(out + 2 * C, yc, c, in_c, ALIGNED)
@@ -374,7 +374,7 @@ def _decode(
         x0 = coming
         more = tl.where(step + 1 < length, C, 0)
         coming = _load_channels(x + (at + 1) * x_stride, c, more, ALIGNED)
-        out = rounded(_convolved(w3, w2, w1, w0, x3, x2, x1, x0), y.dtype.element_ty)
+        out = rounded(convolved(w3, w2, w1, w0, x3, x2, x1, x0), y.dtype.element_ty)
         _store_channels(y + at * C, out, c, C, ALIGNED)
         x3, x2, x1 = x2, x1, x0
         for e in range(num_exports):
@@ -437,7 +437,7 @@ def _verify(
         for step in range(end):
             x0 = coming
             coming = _load_next(tokens, held, step + 1, replayed, end, c, x_stride, C, ALIGNED)
-            out = rounded(_convolved(w3, w2, w1, w0, x3, x2, x1, x0), y.dtype.element_ty)
+            out = rounded(convolved(w3, w2, w1, w0, x3, x2, x1, x0), y.dtype.element_ty)
             own = step - replayed
             if own < 0:
                 _store_channels(old_y + (wide * MOST + step) * C, out, c, C, ALIGNED)

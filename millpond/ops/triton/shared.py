@@ -26,6 +26,10 @@ EMULATED = tl.constexpr(bool(knobs.runtime.interpret))
 LAUNCH = {"enable_fp_fusion": True}
 """Said at every launch, since Triton's default changes between versions."""
 
+UNFUSED = {"enable_fp_fusion": False}
+"""For kernels that must give the same bytes as others: what a compiler fuses depends on the code
+around it, so these say themselves where a product and a sum are one (`tl.fma`)."""
+
 META = (
     "cu_seqlens",
     "state_in",

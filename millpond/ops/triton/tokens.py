@@ -28,7 +28,7 @@ from millpond.ops.batch import RowSlots, VerifyRows
 from millpond.ops.reference.delta import NORM_EPS, Gate
 from millpond.ops.triton.choices import TokenChoice, token_choice
 from millpond.ops.triton.shared import (
-    LAUNCH,
+    UNFUSED,
     aligned,
     kernel,
     log_decay,
@@ -67,7 +67,7 @@ def delta_decode(
             gate.lower_bound or 0.0,
             token_stride(q), token_stride(k), token_stride(v), token_stride(decay),
             token_stride(beta), slot_stride(bank),
-            **shape, num_warps=choice.warps, **LAUNCH,
+            **shape, num_warps=choice.warps, **UNFUSED,
         )  # fmt: skip
     rows.written.record(*report)
     return o
@@ -104,7 +104,7 @@ def delta_verify(
             token_stride(q), token_stride(k), token_stride(v), token_stride(decay),
             token_stride(beta), token_stride(old_k), token_stride(old_v),
             slot_stride(bank), slot_stride(ring_decay), slot_stride(ring_beta),
-            MOST=most, **shape, num_warps=choice.warps, **LAUNCH,
+            MOST=most, **shape, num_warps=choice.warps, **UNFUSED,
         )  # fmt: skip
     rows.written.record(*report)
     return o
@@ -163,9 +163,9 @@ def in_four(x):
 def read_by(s, x):
     """s, four of [BV, SPAN], times x, four of [SPAN]: [BV]."""
     total = s[0] * x[0][None, :]
-    total += s[1] * x[1][None, :]
-    total += s[2] * x[2][None, :]
-    total += s[3] * x[3][None, :]
+    total = tl.fma(s[1], x[1][None, :], total)
+    total = tl.fma(s[2], x[2][None, :], total)
+    total = tl.fma(s[3], x[3][None, :], total)
     return tl.sum(total, 1)
 
 
@@ -231,15 +231,15 @@ def advance(s, error, kn, keep, BY_CHANNEL: tl.constexpr):
     k = in_four(kn)
     if BY_CHANNEL:
         d = in_four(keep)
-        s0 = s[0] * d[0][None, :] + e * k[0][None, :]
-        s1 = s[1] * d[1][None, :] + e * k[1][None, :]
-        s2 = s[2] * d[2][None, :] + e * k[2][None, :]
-        s3 = s[3] * d[3][None, :] + e * k[3][None, :]
+        s0 = tl.fma(e, k[0][None, :], s[0] * d[0][None, :])
+        s1 = tl.fma(e, k[1][None, :], s[1] * d[1][None, :])
+        s2 = tl.fma(e, k[2][None, :], s[2] * d[2][None, :])
+        s3 = tl.fma(e, k[3][None, :], s[3] * d[3][None, :])
     else:
-        s0 = s[0] * keep + e * k[0][None, :]
-        s1 = s[1] * keep + e * k[1][None, :]
-        s2 = s[2] * keep + e * k[2][None, :]
-        s3 = s[3] * keep + e * k[3][None, :]
+        s0 = tl.fma(e, k[0][None, :], s[0] * keep)
+        s1 = tl.fma(e, k[1][None, :], s[1] * keep)
+        s2 = tl.fma(e, k[2][None, :], s[2] * keep)
+        s3 = tl.fma(e, k[3][None, :], s[3] * keep)
     return s0, s1, s2, s3
 
 
@@ -354,7 +354,7 @@ def _decode(
         )  # fmt: skip
         qn = load_query(q + at * q_stride + key_head * K, keys, K, ALIGNED, EPS)
         error = weight * (vs - read_decayed(s, kn, keep, BY_CHANNEL))
-        read = read_decayed(s, qn, keep, BY_CHANNEL) + error * over_keys(kn * qn)
+        read = tl.fma(error, over_keys(kn * qn), read_decayed(s, qn, keep, BY_CHANNEL))
         s = advance(s, error, kn, keep, BY_CHANNEL)
         out = o + (at * H + head) * V + values
         tl.store(out, rounded(read, o.dtype.element_ty), mask=values < V)
@@ -447,7 +447,7 @@ def _verify(
                 at = begin + own
                 qn = load_query(q + at * q_stride + key_head * K, keys, K, ALIGNED, EPS)
                 error = weight * (vs - read_decayed(s, kn, keep, BY_CHANNEL))
-                read = read_decayed(s, qn, keep, BY_CHANNEL) + error * over_keys(kn * qn)
+                read = tl.fma(error, over_keys(kn * qn), read_decayed(s, qn, keep, BY_CHANNEL))
                 out = o + (at * H + head) * V + values
                 tl.store(out, rounded(read, o.dtype.element_ty), mask=values < V)
             if (own < drafts) | (own == 0):  # nobody looks at what the last draft leaves
