@@ -95,7 +95,7 @@ def grouped_experts(
     out = torch.empty((tokens, hidden), dtype=x.dtype, device=x.device)
     if not tokens:
         return out
-    choice = experts_choice(picks, num_experts)
+    choice = experts_choice(picks, num_experts, x.dtype)
     room = min(picks, picks // choice.rows + num_experts)
     order = torch.empty((picks,), dtype=torch.int32, device=x.device)
     blocks = torch.empty((room, 3), dtype=torch.int32, device=x.device)

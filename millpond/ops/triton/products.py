@@ -19,13 +19,13 @@ from millpond.ops.triton.norms import add_norm, gated_rms_norm_sigmoid, gated_rm
 from millpond.ops.triton.shared import power_of_two
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """As the reference, in one launch."""
     if x.device.type != "cuda":
-        return reference.linear(x, weight)
-    if x.ndim == 2 and (choice := thin_choice(x, weight)):
+        return reference.linear(x, weight, bias)
+    if x.ndim == 2 and bias is None and (choice := thin_choice(x, weight)):
         return thin.thin_linear(x, weight, choice)
-    return functional.linear(x, weight)
+    return functional.linear(x, weight, bias)
 
 
 def linear_by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
