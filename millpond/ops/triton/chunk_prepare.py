@@ -274,37 +274,9 @@ def _bounded(
     return kk, qk
 
 
-@triton.jit
-def wanted(export_row, export_offset, export_slot, e, there, row, length):
-    """Exports e, if there, as a row can give them: slots (negative: none), offsets, chunks so far.
-
-    A row has its state at the ends of its chunks.
-    """
-    of_row = tl.load(export_row + e, mask=there, other=-1) == row
-    offset = tl.load(export_offset + e, mask=there, other=0).to(tl.int64)
-    slot = tl.load(export_slot + e, mask=there, other=-1).to(tl.int64)
-    whole = (offset // 64) * 64 == offset
-    fits = of_row & (offset >= 1) & (offset <= length) & (whole | (offset == length))
-    return tl.where(fits, slot, -1), offset, (offset + 63) // 64
-
-
-@triton.jit
-def _slot_due(export_row, export_offset, export_slot, num_exports, row, length, chunk):
-    """The highest slot that wants the state after a row's chunk, or -1."""
-    found = length * 0 - 1
-    for e0 in range(0, num_exports, 64):
-        e = e0 + tl.arange(0, 64)
-        slot, _, chunks = wanted(
-            export_row, export_offset, export_slot, e, e < num_exports, row, length
-        )
-        found = tl.maximum(found, tl.max(tl.where(chunks == chunk + 1, slot, -1), 0))
-    return found
-
-
 @kernel
 def _prepare(
-    q_at, k_at, decay_at, beta, a_log, dt_bias, work, scales, due, cu_seqlens,
-    export_row, export_offset, export_slot, num_rows, num_exports, bound,
+    q_at, k_at, decay_at, beta, a_log, dt_bias, work, scales, cu_seqlens, num_rows, bound,
     q_stride, k_stride, decay_stride, beta_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BY_CHANNEL: tl.constexpr,
     BOUNDED: tl.constexpr, EPS: tl.constexpr, RECORD: tl.constexpr, NUMBERS: tl.constexpr,
@@ -319,11 +291,6 @@ def _prepare(
     length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
     first = (block - (begin // 64 + row)) * 64
     if first < length:
-        if head == 0:
-            to = _slot_due(
-                export_row, export_offset, export_slot, num_exports, row, length, first // 64
-            )
-            tl.store(due + block, to)
         i = tl.arange(0, 64)
         keys = tl.arange(0, KP)
         left = tl.minimum(length - first, 64).to(tl.int32)

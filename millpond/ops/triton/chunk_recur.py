@@ -2,8 +2,9 @@
 
 A program holds all key channels and some value channels of one head's state, fp32, in registers,
 where it and what becomes of it are the left operands of every product.
-One loop runs over all chunks of its row, so that loads stay ahead of it: where a state is wanted on
-the way, it is stored in passing. Knows nothing of decay inputs, beta or norms.
+Where a state is wanted on the way the loop over chunks ends, and begins anew after it is stored:
+tested inside, it would cost every chunk more than that costs an export. Knows nothing of decay
+inputs, beta or norms.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from millpond.ops.triton.chunk_prepare import wanted
 from millpond.ops.triton.shared import kernel, product, rounded, tell
 
 
@@ -42,39 +42,27 @@ def _tile(at, inside, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def _copies(
-    bank, due, export_row, export_offset, export_slot, report, row, length, block, num_rows,
-    num_exports, first, head, keys, values, bank_stride, K: tl.constexpr, V: tl.constexpr,
-):  # fmt: skip
-    """Tell what a row exported; fill slots that were wanted at one place with another's."""
-    of = num_rows + num_exports
-    left = 0
+def _next_stop(export_row, export_offset, num_exports, row, length, last, own):
+    """The next place where a row's state is wanted, as chunks * (exports + 1) + which.
+
+    The lowest one above `last`; `own`, the row's end, is the highest. Exports need no order.
+    """
+    found = own
     for e0 in range(0, num_exports, 64):
         e = e0 + tl.arange(0, 64)
-        slot, offset, chunks = wanted(
-            export_row, export_offset, export_slot, e, e < num_exports, row, length
-        )
-        told = tl.where(first, slot, -1) >= 0
-        tl.store(report + num_rows + e, slot, mask=told)
-        tl.store(report + of + num_rows + e, offset, mask=told)
-        stored = tl.load(due + block + chunks - 1, mask=slot >= 0, other=-1)
-        left += tl.sum(((slot >= 0) & (slot != stored)).to(tl.int32), 0)
-    if left > 0:
-        for e0 in range(num_exports):
-            e = e0 + tl.arange(0, 1)
-            slot, _, chunks = wanted(export_row, export_offset, export_slot, e, e >= 0, row, length)
-            stored = tl.load(due + block + chunks - 1, mask=slot >= 0, other=-1)
-            to = tl.max(tl.where(slot != stored, slot, -1), 0)
-            if to >= 0:
-                tl.debug_barrier()
-                s = _load_state(bank, tl.max(stored, 0), head, keys, values, bank_stride, K, V)
-                tl.debug_barrier()
-                _store_state(bank, to, s, head, keys, values, bank_stride, K, V)
+        there = e < num_exports
+        of_row = tl.load(export_row + e, mask=there, other=-1) == row
+        offset = tl.load(export_offset + e, mask=there, other=0).to(tl.int64)
+        whole = (offset // 64) * 64 == offset
+        fits = of_row & (offset >= 1) & (offset <= length) & (whole | (offset == length))
+        stop = ((offset + 63) // 64) * (num_exports + 1) + e
+        found = tl.minimum(found, tl.min(tl.where(fits & (stop > last), stop, own), 0))
+    return found
 
 
 @kernel
 def _recur(
-    q_at, k_at, v_at, work, scales, due, o_at, bank, cu_seqlens, state_in, state_out,
+    q_at, k_at, v_at, work, scales, o_at, bank, cu_seqlens, state_in, state_out,
     export_row, export_offset, export_slot, report, num_rows, num_exports,
     q_stride, k_stride, v_stride, bank_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, KP: tl.constexpr,
@@ -99,59 +87,71 @@ def _recur(
     pair_at = i[:, None] * 64 + i[None, :]
     some_keys = (keys < K)[None, :]
     some_values = (values < V)[:, None]
-    for chunk in tl.range(0, ((length + 63) // 64).to(tl.int32), num_stages=STAGES):
-        to = tl.load(due + block + chunk)
-        record = work + ((block + chunk) * H + head) * RECORD
-        numbers = scales + ((block + chunk) * H + head) * NUMBERS
-        place = chunk * 64 + i
-        # Rows after the last token repeat it: what they are multiplied with is zero.
-        token = begin + tl.minimum(place, length - 1)
-        solve = tl.load(record + pair_at)
-        pairs = tl.load(record + 4096 + pair_at)
-        vs = _tile(
-            v_at + token[:, None] * v_stride + head * V + values[None, :],
-            (values < V)[None, :], V % BV == 0,
-        )  # fmt: skip
-        if BY_CHANNEL:
-            tiles = record + 2 * 4096
-            k_since = _tile(tiles + tile_at, some_keys, K == KP)
-            q_since = _tile(tiles + 64 * K + tile_at, some_keys, K == KP)
-            k_until = _tile(tiles + 2 * 64 * K + tile_at, some_keys, K == KP)
-            fall = tl.load(numbers + keys, mask=keys < K, other=0.0)[None, :]
-        else:
-            own = key_head * K + keys[None, :]
-            k_since = _tile(k_at + token[:, None] * k_stride + own, some_keys, K == KP)
-            q_since = _tile(q_at + token[:, None] * q_stride + own, some_keys, K == KP)
-            k_until = k_since
-            of_k = tl.load(numbers + i)[None, :]
-            of_q = tl.load(numbers + 64 + i)[None, :]
-            until = tl.load(numbers + 2 * 64 + i)[None, :]
-            fall = tl.load(numbers + 3 * 64)
-        held = rounded(s, OPERAND)
-        known = product(held, tl.trans(k_since), OPERAND, PRECISION)
-        if not BY_CHANNEL:
-            known *= of_k
-        fresh = product(tl.trans(vs).to(tl.float32) - known, tl.trans(solve), OPERAND, PRECISION)
-        taken = rounded(fresh, OPERAND)
-        read = product(held, tl.trans(q_since), OPERAND, PRECISION)
-        if not BY_CHANNEL:
-            read *= of_q
-        read += product(taken, tl.trans(pairs), OPERAND, PRECISION)
-        if not BY_CHANNEL:
-            taken = rounded(fresh * until, OPERAND)
-        s = s * fall + product(taken, k_until, OPERAND, PRECISION)
-        at = o_at + ((begin + place)[None, :] * H + head) * V + values[:, None]
-        tl.store(
-            at, rounded(read, o_at.dtype.element_ty), mask=some_values & (place < length)[None, :]
-        )
-        if to >= 0:
+    own = ((length + 63) // 64) * (num_exports + 1) + num_exports
+    done = (length * 0).to(tl.int32)
+    last = length * 0 - 1
+    while last < own:
+        stop = _next_stop(export_row, export_offset, num_exports, row, length, last, own)
+        to_chunk = (stop // (num_exports + 1)).to(tl.int32)
+        for chunk in tl.range(done, to_chunk, num_stages=STAGES):
+            record = work + ((block + chunk) * H + head) * RECORD
+            numbers = scales + ((block + chunk) * H + head) * NUMBERS
+            place = chunk * 64 + i
+            # Rows after the last token repeat it: what they are multiplied with is zero.
+            token = begin + tl.minimum(place, length - 1)
+            solve = tl.load(record + pair_at)
+            pairs = tl.load(record + 4096 + pair_at)
+            vs = _tile(
+                v_at + token[:, None] * v_stride + head * V + values[None, :],
+                (values < V)[None, :], V % BV == 0,
+            )  # fmt: skip
+            if BY_CHANNEL:
+                tiles = record + 2 * 4096
+                k_since = _tile(tiles + tile_at, some_keys, K == KP)
+                q_since = _tile(tiles + 64 * K + tile_at, some_keys, K == KP)
+                k_until = _tile(tiles + 2 * 64 * K + tile_at, some_keys, K == KP)
+                fall = tl.load(numbers + keys, mask=keys < K, other=0.0)[None, :]
+            else:
+                of_head = key_head * K + keys[None, :]
+                k_since = _tile(k_at + token[:, None] * k_stride + of_head, some_keys, K == KP)
+                q_since = _tile(q_at + token[:, None] * q_stride + of_head, some_keys, K == KP)
+                k_until = k_since
+                of_k = tl.load(numbers + i)[None, :]
+                of_q = tl.load(numbers + 64 + i)[None, :]
+                until = tl.load(numbers + 2 * 64 + i)[None, :]
+                fall = tl.load(numbers + 3 * 64)
+            held = rounded(s, OPERAND)
+            known = product(held, tl.trans(k_since), OPERAND, PRECISION)
+            if not BY_CHANNEL:
+                known *= of_k
+            fresh = product(
+                tl.trans(vs).to(tl.float32) - known, tl.trans(solve), OPERAND, PRECISION
+            )
+            taken = rounded(fresh, OPERAND)
+            read = product(held, tl.trans(q_since), OPERAND, PRECISION)
+            if not BY_CHANNEL:
+                read *= of_q
+            read += product(taken, tl.trans(pairs), OPERAND, PRECISION)
+            if not BY_CHANNEL:
+                taken = rounded(fresh * until, OPERAND)
+            s = s * fall + product(taken, k_until, OPERAND, PRECISION)
+            at = o_at + ((begin + place)[None, :] * H + head) * V + values[:, None]
+            tl.store(
+                at,
+                rounded(read, o_at.dtype.element_ty),
+                mask=some_values & (place < length)[None, :],
+            )
+        e = stop - (stop // (num_exports + 1)) * (num_exports + 1)
+        # A row may be in place, and without tokens: all threads have read before one writes.
+        tl.debug_barrier()
+        if e == num_exports:
+            to = tl.load(state_out + row).to(tl.int64)
             _store_state(bank, to, s, head, keys, values, bank_stride, K, V)
-    # A row may be in place: all threads have read before one writes, also if there was no chunk.
-    tl.debug_barrier()
-    to = tl.load(state_out + row).to(tl.int64)
-    _store_state(bank, to, s, head, keys, values, bank_stride, K, V)
-    tell(report, row, num_rows + num_exports, to, length, first)
-    _copies(
-        bank, due, export_row, export_offset, export_slot, report, row, length, block, num_rows,
-        num_exports, first, head, keys, values, bank_stride, K, V,
-    )  # fmt: skip
+            tell(report, row, num_rows + num_exports, to, length, first)
+        else:
+            to = tl.load(export_slot + e).to(tl.int64)
+            offset = tl.load(export_offset + e).to(tl.int64)
+            _store_state(bank, to, s, head, keys, values, bank_stride, K, V)
+            tell(report, num_rows + e, num_rows + num_exports, to, offset, first)
+        done = to_chunk
+        last = stop

@@ -2,7 +2,7 @@
 
 Contract and formulas: `millpond.ops.reference.delta`. Two launches: `chunk_prepare` does what
 chunks do without a state, all in parallel; `chunk_recur` runs along the chunks of one row with a
-part of one head's state in registers, and stores the states that are wanted on the way.
+part of one head's state in registers; exports are stores between two chunks.
 
 With T the inverse of the triangular system times beta, E the decay since the chunk's start and F
 the decay until its end:
@@ -81,10 +81,9 @@ def delta_prefill(
     operands = torch.bfloat16 if narrow else torch.float32
     work = torch.empty(blocks * heads * shape["RECORD"], dtype=operands, device=v.device)
     scales = torch.empty(blocks * heads * shape["NUMBERS"], dtype=torch.float32, device=v.device)
-    due = torch.empty(blocks, dtype=torch.int64, device=v.device)
     _prepare[(blocks, heads)](
-        q, k, decay, beta, gate.a_log, gate.dt_bias, work, scales, due, rows.cu_seqlens,
-        rows.export_row, rows.export_offset, rows.export_slot, count, exports, bound or 0.0,
+        q, k, decay, beta, gate.a_log, gate.dt_bias, work, scales, rows.cu_seqlens,
+        count, bound or 0.0,
         token_stride(q), token_stride(k), token_stride(decay), token_stride(beta),
         **shape, BOUNDED=bound is not None, EPS=NORM_EPS,
         PART=min(shape["KP"], 64), STAGES=1, SOLVED=16,
@@ -93,7 +92,7 @@ def delta_prefill(
     )  # fmt: skip
     values = max(min(choice.values, power_of_two(v_dim)), SMALLEST_TILE)
     _recur[(triton.cdiv(v_dim, values), heads, count)](
-        q, k, v, work, scales, due, o, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
+        q, k, v, work, scales, o, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
         rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
         token_stride(q), token_stride(k), token_stride(v), slot_stride(bank),
         **shape, V=v_dim, BV=values, STAGES=choice.stages if narrow else 1,
