@@ -31,21 +31,11 @@ it, whatever the device says of that.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from millpond.engine import drafting
 from millpond.engine.planned import Scheduled
 from millpond.engine.request import Sequence
 from millpond.engine.scheduler import Scheduler
-from millpond.plan.step import PAGE_SIZE, Capabilities, Launched, VerifyRow
-
-
-class Flight(NamedTuple):
-    """A step that was launched, and when, in seconds of the engine's clock."""
-
-    scheduled: Scheduled
-    launched: Launched
-    began: float
+from millpond.plan.step import PAGE_SIZE, Capabilities, VerifyRow
 
 
 class Ahead:

@@ -14,7 +14,7 @@ from millpond.engine.planned import PrefillRow, Scheduled
 from millpond.engine.request import Request, Sequence
 from millpond.engine.scheduler import Scheduler
 from millpond.errors import Broken
-from millpond.plan.step import Emitted, Row, StepResult
+from millpond.plan.step import Emitted, Row, StepResult, VerifyRow
 from millpond.state.lease import Seat, SlotId
 
 MAX_FAILURES = 2
@@ -62,7 +62,7 @@ class Committer:
             sequence.state.commit(pool, end)
             sequence.folded = end
             if row.state_in != row.state_out:
-                self._scheduler.unblock()  # what it read may be free now, or evictable
+                self._left(sequence, row)
             if sequence.failures:
                 _forgive(sequence)
             if row.emit_seats:
@@ -186,7 +186,7 @@ class Committer:
             if row.export is not None:
                 self._scheduler.along.committed(sequence, row, exported)
             if row.state_in != row.state_out:
-                self._scheduler.unblock()
+                self._left(sequence, row)
             if sequence.failures:
                 _forgive(sequence)
             drafted[num_drafted] += 1
@@ -201,6 +201,12 @@ class Committer:
         for sequence in leaving:
             self._scheduler.landed(sequence)
         return unwritten
+
+    def _left(self, sequence: Sequence, row: Row | VerifyRow) -> None:
+        """A row went to another slot: what it read may be free now, or evictable."""
+        anchor = sequence.state.anchor
+        if anchor is None or anchor.lease.slot != row.state_in:  # else it is kept
+            self._scheduler.unblock()
 
     def _fan_out(self, lead: Sequence) -> None:
         """The siblings go on by themselves from the lead's exact end; no byte of state moves."""

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 
 from millpond.engine import submission
-from millpond.engine.ahead import Ahead, Flight
+from millpond.engine.ahead import Ahead
 from millpond.engine.commit import Committer
 from millpond.engine.constraint import Constraint
+from millpond.engine.flights import Flights
 from millpond.engine.grammar import Grammar, Grammars
 from millpond.engine.guidance import Guidance
 from millpond.engine.ledger import Ledger
@@ -29,7 +30,7 @@ from millpond.engine.snapshot import snapshot
 from millpond.engine.stream import RequestStream
 from millpond.engine.tiers import Store, Tiers
 from millpond.engine.types import EngineRequest, EngineStats
-from millpond.errors import Rejected, StepFailed, Unavailable
+from millpond.errors import Rejected, Unavailable
 from millpond.plan.counts import counts_of
 from millpond.plan.step import Executor
 from millpond.state import audit
@@ -65,14 +66,12 @@ class Engine:
         self.capabilities = executor.capabilities
         settings.check(self.capabilities)
         self._executor = executor
-        self._clock = clock
         self._ledger = Ledger(settings, self.capabilities)
         self._scheduler = Scheduler(self._ledger, self.capabilities)
         self._outbox = Outbox(self._ledger.counters, self._forget, sink)
         self._committer = Committer(self._ledger, self._scheduler, self._outbox)
         self._ahead = Ahead(self._scheduler, self.capabilities)
-        self._flights: list[Flight] = []  # two at most, the older one first
-        self._landed = 0.0  # when the last one ended
+        self._flights = Flights(executor, clock)
         self._tiers: Tiers | None = None
         if store is not None:
             self._tiers = Tiers(self._ledger, self._scheduler, self.capabilities, store, clock)
@@ -267,8 +266,10 @@ class Engine:
             if scheduled is None:
                 return self._guidance.wait_for_one() or self._wait_by_hand()
             self._launch(scheduled)
+        elif self._tiers is not None:
+            self._tiers.storing.advance()  # it reads what is fixed, and no step writes
         if not (self._inbox or self._stopping):
-            ahead = self._ahead.plan(self._flights[0].scheduled)
+            ahead = self._ahead.plan(self._flights.scheduled[0])
             if ahead is not None:
                 self._launch(ahead)
         self._land()
@@ -288,47 +289,23 @@ class Engine:
 
     def _launch(self, scheduled: Scheduled) -> None:
         self._audit(scheduled)
-        began = self._clock()
-        self._flights.append(Flight(scheduled, self._executor.launch(scheduled.plan), began))
+        self._flights.launch(scheduled)
 
     def _land(self) -> None:
         """Wait for the older step in flight, and commit it."""
-        scheduled, launched, began = self._flights[0]
-        result, why, fatal = None, "", None
-        try:
-            result = launched.result()
-        except StepFailed as error:
-            logger.warning("step %d failed: %s", scheduled.plan.step, error)
-            why = str(error)
-        except Exception as error:
-            logger.exception("the executor failed; no request is served any more")
-            why, fatal = str(error), error
-        del self._flights[0]
-        # A step that was launched early began when the one before it ended.
-        began, self._landed = max(began, self._landed), self._clock()
+        landed = self._flights.land()
         # What was asked during the forward counts before anything of it is published.
         self._read_inbox()
-        if result is None:
-            self._committer.fail(scheduled, why, self._wreck())
+        if landed.result is None:
+            self._committer.fail(landed.scheduled, landed.why, landed.after)
         else:
-            self._ledger.measured(scheduled.plan, self._landed - began)
-            self._committer.apply(scheduled, result)
-            self._guidance.begin(result.drafts)
+            self._ledger.measured(landed.scheduled.plan, landed.seconds)
+            self._committer.apply(landed.scheduled, landed.result)
+            self._guidance.begin(landed.result.drafts)
         self._end_aborted()
-        if fatal is not None:
-            self._die(fatal)
+        if landed.error is not None:
+            self._die(landed.error)
         self._audit(None)
-
-    def _wreck(self) -> Scheduled | None:
-        """The step after a failed one, once the device is done with it, whatever it came to."""
-        if not self._flights:
-            return None
-        scheduled, launched, _ = self._flights.pop()
-        try:
-            launched.result()
-        except Exception as error:  # noqa: BLE001 -- what it went on from was lost already
-            logger.warning("step %d failed with the one before: %s", scheduled.plan.step, error)
-        return scheduled
 
     def _read_inbox(self) -> None:
         with self._changed:
@@ -389,7 +366,7 @@ class Engine:
         """End every stream; nothing is accepted from here on."""
         with self._changed:
             self._failure = f"{type(error).__name__}: {error}"
-        self._flights.clear()
+        self._flights.abandon()
         self._read_inbox()
         for request in self._left():
             for sequence in request.samples:
@@ -421,8 +398,7 @@ class Engine:
         running = [one for lead in self._scheduler.running for one in lead.group]
         running += self._scheduler.leaving
         transfers = None if self._tiers is None else self._tiers.transfers
-        flights = [flight.scheduled for flight in self._flights]
-        flights += [] if scheduled is None else [scheduled]
+        flights = self._flights.scheduled + ([] if scheduled is None else [scheduled])
         plans = [one.plan for one in flights]
         audit.run(
             audit.House(

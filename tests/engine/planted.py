@@ -12,6 +12,7 @@ from millpond.engine import admission, drafting, scheduler
 from millpond.engine.ahead import Ahead
 from millpond.engine.along import AnswerAnchors
 from millpond.engine.commit import Committer
+from millpond.engine.flights import Flights
 from millpond.engine.ledger import Ledger
 from millpond.engine.loop import Engine
 from millpond.engine.outbox import Outbox
@@ -557,19 +558,18 @@ def what_was_drawn_after_the_end_is_told(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("steps are committed in the order of their launch")
 def the_step_that_was_launched_last_is_committed_first(patch: pytest.MonkeyPatch) -> None:
-    land = Engine._land
+    land = Flights.land
 
-    def faulty(self: Engine) -> None:
-        if len(self._flights) == 2:
+    def faulty(self: Flights) -> Any:
+        if len(self) == 2:
             results = [flight.launched.result() for flight in self._flights]
             self._flights[:] = [
                 flight._replace(launched=Ended(result))
                 for flight, result in zip(self._flights, results, strict=True)
             ][::-1]
-            land(self)
-        land(self)
+        return land(self)
 
-    patch.setattr(Engine, "_land", faulty)
+    patch.setattr(Flights, "land", faulty)
 
 
 @breaks("nothing in flight is poisoned")
@@ -597,7 +597,7 @@ def the_step_ahead_takes_all_drafts_for_wrong(patch: pytest.MonkeyPatch) -> None
 
 @breaks("a failed step fails the next", in_answers=True)
 def what_went_on_from_a_failed_step_is_kept(patch: pytest.MonkeyPatch) -> None:
-    patch.setattr(Engine, "_wreck", lambda self: None)
+    patch.setattr(Flights, "_wreck", lambda self: None)
 
 
 @breaks("live rows alone go ahead")

@@ -337,7 +337,7 @@ def test_a_step_ahead_is_timed_from_the_end_of_the_one_before():
         nonlocal now
         now += 1.0
 
-    made.engine._clock = clock
+    made.engine._flights._clock = clock
     made.executor.during = run
     seconds: list[float] = []
     made.engine._ledger.measured = lambda plan, took: seconds.append(took)
@@ -363,3 +363,19 @@ def test_anchors_along_an_answer_are_those_of_one_step_at_a_time(num_drafts, rig
         found.append({(checkpoint.end, checkpoint.kind) for checkpoint in index.checkpoints()})
         assert made.engine.stats().checkpoints_skipped == {}
     assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("num_drafts", KS)
+def test_whoever_finds_no_room_stops_nobody_though_anchors_are_kept(num_drafts):
+    """What is kept along an answer gives nothing back that somebody could wait for."""
+    made = tower(num_drafts, num_pages=14, num_slots=12, decode_checkpoint_interval=64)
+    requests = [
+        made.request(range(i, 70 + i), max_tokens=180, seed=i, ignore_eos=True) for i in range(3)
+    ]
+    requests.append(made.request(range(9, 699), max_tokens=3))
+    assert made.answers(requests) == [made.naive(request) for request in requests]
+    stats = made.engine.stats()
+    assert stats.preemptions == 0
+    assert stats.checkpoints_published["decode"] > 0
+    # Three prompts, then the fourth; the first of the live rows after each; two looks at the queue.
+    assert stats.steps - stats.steps_ahead == 6
