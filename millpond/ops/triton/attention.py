@@ -112,8 +112,10 @@ def _attend(
     }  # fmt: skip
 
     whole = min(power_of_two(group), choice.lines)
+    # As many lines with a selection as without: a token that selects all of its past is multiplied
+    # by the same instructions when nobody beside it has more past than can be selected.
     queries = 1 if selected is not None else choice.lines // whole
-    block = max(whole, 16 // queries)
+    block = choice.lines // queries
     if batch.prefill.num_rows:
         rows = batch.prefill.num_rows
         blocks = batch.num_prefill_tokens // queries + rows
