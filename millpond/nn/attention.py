@@ -126,7 +126,7 @@ class LatentAttention:
     def __call__(
         self, x: torch.Tensor, y: torch.Tensor | None, batch: ForwardBatch, arenas: Arenas
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, y [T, hidden] -> x + y (or x), and what this adds to it."""
+        """x [T, hidden] and y, what is added to it -> x + y (or x), and the next y."""
         (latent, index_key, index_gate, q, head_weights), x = self.inputs.split(self.before, x, y)
         self._write(latent, index_key, index_gate, batch, arenas)
         (q, index_query), _ = self.queries.split(self.q_norm, q, None)
@@ -188,7 +188,7 @@ class LatentAttention:
             scale=self.key_dim**-0.5,
             selected=selected,
         )
-        return self.output(self.ops.linear_by_head(out, self.from_latent).flatten(1))
+        return self.output.parts(self.ops.linear_by_head(out, self.from_latent).flatten(1))
 
     def _write(
         self,
@@ -274,7 +274,7 @@ class GatedAttention:
         batch: ForwardBatch,
         arenas: Arenas,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, y [T, hidden] -> x + y (or x), and what this adds to it.
+        """x [T, hidden] and y, what is added to it -> x + y (or x), and the next y.
 
         rope: cos and sin [T, rotary / 2].
         """
@@ -315,7 +315,7 @@ class GatedAttention:
             gate=gate,
             first=first,
         )
-        return x, self.output(out.flatten(1))
+        return x, self.output.parts(out.flatten(1))
 
     def _turn_and_write(
         self,

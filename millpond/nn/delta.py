@@ -214,7 +214,7 @@ class KimiDelta:
     def __call__(
         self, x: torch.Tensor, y: torch.Tensor | None, batch: ForwardBatch, arenas: Arenas
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, y [T, hidden] -> x + y (or x), and what this adds to it."""
+        """x [T, hidden] and y, what is added to it -> x + y (or x), and the next y."""
         (qkv, f, g, beta), x = self.inputs.split(self.before, x, y)
         decay = self.decay(f).view(-1, *self.shape)
         gate = self.output_gate(g).view(-1, *self.shape)
@@ -274,7 +274,7 @@ class GatedDelta:
     def __call__(
         self, x: torch.Tensor, y: torch.Tensor | None, batch: ForwardBatch, arenas: Arenas
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, y [T, hidden] -> x + y (or x), and what this adds to it."""
+        """x [T, hidden] and y, what is added to it -> x + y (or x), and the next y."""
         (qkv, z, beta, decay), x = self.inputs.split(self.before, x, y)
         out = self.core(qkv, decay, beta, batch, arenas)
         z = z.unflatten(-1, self.shape)

@@ -48,7 +48,7 @@ class SwiGlu:
             zero_centred=norm.zero_centred,
             limit=self.limit,
         )
-        return total, self.output(active)
+        return total, self.output.parts(active)
 
 
 class Mlp:
@@ -70,7 +70,7 @@ class Mlp:
     def __call__(
         self, x: torch.Tensor, y: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, y [T, hidden] -> x + y (or x), and what this adds to it."""
+        """x [T, hidden] and y, what is added to it -> x + y (or x), and the next y."""
         return self.inner.after(self.norm, x, y)
 
 
@@ -114,7 +114,7 @@ class SigmoidMoe:
     def __call__(
         self, x: torch.Tensor, y: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, y [T, hidden] -> x + y (or x), and what this adds to it."""
+        """x [T, hidden] and y, what is added to it -> x + y (or x), and the next y."""
         inner, total = self.norm.of_sum(x, y)
         weights, experts = self.ops.moe_route_sigmoid(
             inner,
@@ -165,7 +165,7 @@ class SoftmaxMoe:
     def __call__(
         self, x: torch.Tensor, y: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """x, y [T, hidden] -> x + y (or x), and what this adds to it."""
+        """x [T, hidden] and y, what is added to it -> x + y (or x), and the next y."""
         inner, total = self.norm.of_sum(x, y)
         weights, experts = self.ops.moe_route_softmax(inner, self.gate, top_k=self.top_k)
         return total, self.ops.grouped_experts(

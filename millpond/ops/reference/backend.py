@@ -35,6 +35,7 @@ BACKEND = Backend(
     export_granularity=delta.EXPORT_GRANULARITY,
     ops={
         "linear": linear.linear,
+        "linear_parts": fused.linear_parts,
         "norm_linear": fused.norm_linear,
         "linear_swiglu": fused.linear_swiglu,
         "norm_swiglu": fused.norm_swiglu,

@@ -25,6 +25,7 @@ _OPS = {
     "products": (
         "linear",
         "linear_by_head",
+        "linear_parts",
         "norm_linear",
         "linear_swiglu",
         "norm_swiglu",

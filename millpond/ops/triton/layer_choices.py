@@ -51,6 +51,24 @@ def experts_choice(picks: int, experts: int, dtype: torch.dtype) -> ExpertsChoic
 
 
 @dataclass(frozen=True, slots=True)
+class WideChoice:
+    """A product of some dozens of tokens: a program's outputs, steps along the inner axis."""
+
+    outputs: int
+    step: int
+    warps: int
+    stages: int
+    programs: int  # at least so many, if the inner axis can be split for it
+    ahead_bytes: int = 20 << 20
+
+
+WIDE = WideChoice(64, 64, 4, 5, 160)
+
+WIDE_TOKENS = 0
+"""Products of at most so many tokens, and more than `THIN_TOKENS`, are wide."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionChoice:
     """Lines (queries by heads) of a program's block, and how single tokens are split."""
 
@@ -95,6 +113,14 @@ def thin_choice(x: torch.Tensor, weight: torch.Tensor) -> ThinChoice | None:
     if x.shape[0] > 2:
         return SOME
     return SPARSE if weight.shape[0] < SPARSE_OUTPUTS else ONE
+
+
+def wide_choice(x: torch.Tensor, weight: torch.Tensor) -> WideChoice | None:
+    """How x [T, ...] meets weight [N, K] in a wide product, or None: it should not."""
+    few = x.shape[0] > WIDE_TOKENS or x.shape[0] <= THIN_TOKENS
+    if few or x.dtype != torch.bfloat16 or not _hopper(x.device):
+        return None
+    return WIDE
 
 
 ROOMY = frozenset({(9, 0), (10, 0), (10, 3)})

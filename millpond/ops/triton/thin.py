@@ -17,12 +17,13 @@ import triton
 import triton.language as tl
 
 from millpond.ops.triton.elementwise import bounded_swiglu
-from millpond.ops.triton.layer_choices import ThinChoice
+from millpond.ops.triton.layer_choices import ThinChoice, WideChoice
 from millpond.ops.triton.live import live
 from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap, prefetch
 from millpond.ops.triton.shared import (
     LAUNCH,
     power_of_two,
+    product,
     rounded,
     sigmoid,
     silu,
@@ -94,6 +95,55 @@ def thin_gated_norm_linear(
     return _launch(kind, x.flatten(1), None, norm, gate, weight, choice, eps=eps, head=x.shape[-1])[
         0
     ]
+
+
+def wide_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    choice: WideChoice,
+    *,
+    swiglu: bool = False,
+    limit: float | None = None,
+) -> torch.Tensor:
+    """x [T, K] @ weight [N, K] transposed -> [T, N], or `swiglu` of its halves [T, N / 2]."""
+    outputs = weight.shape[0] // 2 if swiglu else weight.shape[0]
+    out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    _launch_wide(x, weight, out, 1, choice, swiglu, limit)
+    return out
+
+
+def wide_parts(x: torch.Tensor, weight: torch.Tensor, choice: WideChoice) -> torch.Tensor:
+    """As the reference's `linear_parts`: the inner axis in as many as keep a GPU busy."""
+    steps, splits = triton.cdiv(x.shape[1], choice.step), 1
+    tiles = triton.cdiv(weight.shape[0], choice.outputs)
+    while tiles * splits < choice.programs and steps % (2 * splits) == 0:
+        splits *= 2
+    dtype = x.dtype if splits == 1 else torch.float32
+    out = torch.empty((splits, x.shape[0], weight.shape[0]), dtype=dtype, device=x.device)
+    _launch_wide(x, weight, out, splits, choice, False, None)
+    return out
+
+
+def _launch_wide(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    splits: int,
+    choice: WideChoice,
+    swiglu: bool,
+    limit: float | None,
+) -> None:
+    tokens, inner = x.shape
+    outputs = out.shape[-1]
+    ahead = choice.ahead_bytes // (weight.shape[0] * choice.step * splits * weight.itemsize)
+    if tokens:
+        _wide[(triton.cdiv(outputs, choice.outputs), splits)](
+            x, weight, out, tokens, token_stride(x),
+            K=inner, N=outputs, TOKENS=max(16, power_of_two(tokens)), BN=choice.outputs,
+            BK=choice.step, SPLITS=splits, SWIGLU=swiglu, LIMIT=limit,
+            AHEAD=min(ahead, triton.cdiv(inner, choice.step * splits)),
+            num_warps=choice.warps, num_stages=choice.stages, **LAUNCH, **overlap(x.device),
+        )  # fmt: skip
 
 
 def _launch(
@@ -284,3 +334,53 @@ def _few(
     if TOKENS > 2:
         _output(acc2, other2, squares2, out, 2, n, count, eps, K, N, NORMED, SWIGLU, LIMIT)
         _output(acc3, other3, squares3, out, 3, n, count, eps, K, N, NORMED, SWIGLU, LIMIT)
+
+
+@live
+def _wide(
+    x, weight, out, count, x_stride,
+    K: tl.constexpr, N: tl.constexpr, TOKENS: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    SPLITS: tl.constexpr, SWIGLU: tl.constexpr, LIMIT: tl.constexpr, AHEAD: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """BN outputs of all tokens, one of SPLITS equal parts of the inner axis."""
+    KEPT: tl.constexpr = x.dtype.element_ty
+    PART: tl.constexpr = ((K + BK - 1) // BK + SPLITS - 1) // SPLITS * BK
+    n = tl.program_id(0) * BN + tl.arange(0, BN)
+    first = tl.program_id(1) * PART
+    rows = weight + tl.minimum(n, N - 1).to(tl.int64)[:, None] * K
+    if OVERLAP:
+        let_next_begin()
+        for ahead in tl.static_range(AHEAD):
+            at = tl.minimum(first + ahead * BK + tl.arange(0, BK // 64) * 64, K - 1)[None, :]
+            prefetch(rows + at)
+            if SWIGLU:
+                prefetch(rows + N * K + at)
+        await_previous()
+    token = tl.arange(0, TOKENS)
+    lines = x + token.to(tl.int64)[:, None] * x_stride
+    acc = tl.zeros([BN, TOKENS], tl.float32)
+    other = tl.zeros([BN, TOKENS], tl.float32)
+    for step in range(0, PART, BK):
+        k = first + step + tl.arange(0, BK)
+        value = tl.load(
+            lines + k[None, :], mask=(token < count)[:, None] & (k < K)[None, :], other=0.0
+        )
+        if K % (BK * SPLITS) == 0:
+            w = tl.load(rows + k[None, :])
+        else:
+            w = tl.load(rows + k[None, :], mask=(k < K)[None, :], other=0.0)
+        acc += product(w, tl.trans(value), KEPT, "tf32x3")
+        if SWIGLU:
+            if K % (BK * SPLITS) == 0:
+                u = tl.load(rows + N * K + k[None, :])
+            else:
+                u = tl.load(rows + N * K + k[None, :], mask=(k < K)[None, :], other=0.0)
+            other += product(u, tl.trans(value), KEPT, "tf32x3")
+    place = (tl.program_id(1).to(tl.int64) * count + token)[None, :] * N + n[:, None]
+    here = (n < N)[:, None] & (token < count)[None, :]
+    if SWIGLU:
+        acc = rounded(acc, KEPT).to(tl.float32)
+        other = rounded(other, KEPT).to(tl.float32)
+        acc = bounded_swiglu(acc, other, LIMIT, KEPT).to(tl.float32)
+    tl.store(out + place, rounded(acc, out.dtype.element_ty), mask=here)

@@ -7,7 +7,7 @@ import torch
 
 from millpond.ops.reference import fused as reference
 from millpond.ops.reference.linear import linear
-from millpond.ops.triton.layer_choices import ThinChoice
+from millpond.ops.triton.layer_choices import ThinChoice, WideChoice
 from tests.ops.triton.layers import DTYPES, poisoned
 from tests.ops.triton.side_by_side import equal_bytes
 from tests.ops.triton.test_dense import on, view_of_wider
@@ -99,8 +99,34 @@ def test_a_gated_norm_by_heads_and_a_product_in_one(
                 view_of_wider(tokens, heads, size, dtype=dtype, made=made) for made in (1, 2)
             )
             named = {"eps": EPS, "silu": silu}
-            expected = reference.gated_norm_linear(x, gate, norm, weight, **named)
+            (expected,) = reference.gated_norm_linear(x, gate, norm, weight, **named)
             found = kernels.thin_gated_norm_linear(
                 on(device, x), on(device, gate), norm.to(device), weight.to(device), choice, **named
             )
             torch.testing.assert_close(found.cpu(), expected, **within("products", dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(40, 96), (64, 256)], ids=str)
+def test_a_wide_product_is_the_product_whole_or_in_parts(
+    sizes: tuple[int, int], dtype: torch.dtype, device: torch.device
+) -> None:
+    outputs, inner = sizes
+    choice = WideChoice(16, 64, 4, 2, 8)
+    weight = random(2 * outputs, inner, dtype=dtype) / inner**0.5
+    there = weight.to(device)
+    x = view_of_wider(19, inner, dtype=dtype, made=1)
+    expected = linear(x, weight)
+    found = kernels.wide_linear(on(device, x), there, choice)
+    torch.testing.assert_close(found.cpu(), expected, **within("products", dtype))
+    alone = kernels.wide_linear(on(device, x)[-3:], there, choice)
+    if device.type == "cpu":
+        assert equal_bytes(alone.cpu(), found[-3:].cpu())
+    parts = kernels.wide_parts(on(device, x), there[:outputs], choice)
+    assert parts.shape == (2, 19, outputs)
+    joined = reference.whole(parts.cpu(), dtype)
+    torch.testing.assert_close(joined, expected[:, :outputs], **within("products", dtype))
+    for limit in (None, 0.5):
+        active = reference.linear_swiglu(x, weight, limit=limit)
+        found = kernels.wide_linear(on(device, x), there, choice, swiglu=True, limit=limit)
+        torch.testing.assert_close(found.cpu(), active, **within("experts", dtype))
