@@ -17,6 +17,7 @@ from torch.nn.functional import linear
 
 from millpond.ops.bind import Bound
 from millpond.ops.reference import linear as reference
+from millpond.ops.reference.fused import whole
 
 BLOCK = 64
 
@@ -77,6 +78,9 @@ def with_products(ops: Bound, kind: str) -> Bound:
         return ops
     multiply = replaced["linear"]
 
+    def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return multiply(x, weight)[None]
+
     def norm_linear(
         x: torch.Tensor,
         y: torch.Tensor | None,
@@ -109,12 +113,13 @@ def with_products(ops: Bound, kind: str) -> Bound:
     ) -> torch.Tensor:
         # A product with the identity changes nothing: every sum has one term.
         same = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
-        return multiply(ops.gated_norm_linear(x, gate, norm, same, **named), weight)
+        gated = whole(ops.gated_norm_linear(x, gate, norm, same, **named), x.dtype)
+        return linear_parts(gated, weight)
 
     return replace(
         ops,
         **replaced,
-        linear_parts=lambda x, weight: multiply(x, weight)[None],
+        linear_parts=linear_parts,
         norm_linear=norm_linear,
         linear_swiglu=linear_swiglu,
         norm_swiglu=norm_swiglu,
