@@ -29,11 +29,12 @@ LOWEST_AROUND_MIDDLE = -5.0
 
 PAIRS = 64 * 64
 """Elements of `solve` and of `qk`, which open a chunk's record; tiles [64, K] follow, by channel:
-keys and queries with the decay since the chunk's start, keys with that until its end."""
+minus keys and queries with the decay since the chunk's start, keys with that until its end."""
 
 SCALES = 4 * 64
-"""fp32 numbers of a chunk when decay is by head: `since` for keys, for queries, `until` for keys,
-each [64] and with the vector's length in it, then what the chunk leaves of a state."""
+"""fp32 numbers of a chunk when decay is by head: that since the start for minus keys and for queries,
+that until the end for keys, each [64] and with what makes a unit vector of a row, and what the
+chunk leaves of a state."""
 
 
 @triton.jit
@@ -170,7 +171,7 @@ def _by_channel(
     k = k.to(tl.float32) * k_unit[:, None]
     q = q.to(tl.float32) * q_unit[:, None]
     since = tl.exp(_sums(i[:, None] >= i[None, :], g))
-    _store_tile(tiles, k * since, i, keys, K)
+    _store_tile(tiles, -k * since, i, keys, K)
     _store_tile(tiles + 64 * K, q * since, i, keys, K)
     until = tl.exp(_sums(i[:, None] < i[None, :], g))
     _store_tile(tiles + 2 * 64 * K, k * until, i, keys, K)
@@ -208,7 +209,7 @@ def _around_middle(
     grown = _exp(about)
     ks *= grown
     since = tl.where(early, ks * first[None, :], ks * (first * between)[None, :])
-    _store_tile(tiles, since, i, keys, K)
+    _store_tile(tiles, -since, i, keys, K)
     kk += product(tl.where(early, ks, 0.0), near, OPERAND, PRECISION)
     kk += product(tl.where(early, 0.0, ks), far, OPERAND, PRECISION)
     qs = q.to(tl.float32) * q_unit[:, None] * grown
@@ -225,7 +226,7 @@ def _by_head(q, k, q_unit, k_unit, g, scales, i, OPERAND: tl.constexpr, PRECISIO
     sums = tl.cumsum(g.to(tl.float64), 0)
     total = tl.sum(g.to(tl.float64), 0)
     since = tl.exp(sums.to(tl.float32))
-    tl.store(scales + i, k_unit * since)
+    tl.store(scales + i, -k_unit * since)
     tl.store(scales + 64 + i, q_unit * since)
     tl.store(scales + 2 * 64 + i, k_unit * tl.exp((total - sums).to(tl.float32)))
     tl.store(scales + 3 * 64 + i, tl.exp(total.to(tl.float32)) + i * 0.0)

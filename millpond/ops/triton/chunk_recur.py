@@ -96,15 +96,18 @@ def _recur(
         for chunk in tl.range(done, to_chunk, num_stages=STAGES):
             record = work + ((block + chunk) * H + head) * RECORD
             numbers = scales + ((block + chunk) * H + head) * NUMBERS
-            place = chunk * 64 + i
+            token = begin + chunk * 64
+            left = tl.minimum(length - chunk * 64, 64).to(tl.int32)
             # Rows after the last token repeat it: what they are multiplied with is zero.
-            token = begin + tl.minimum(place, length - 1)
+            token_row = tl.minimum(i, left - 1)
             solve = tl.load(record + pair_at)
             pairs = tl.load(record + 4096 + pair_at)
+            v_rows = v_at + token * v_stride + head * V
             vs = _tile(
-                v_at + token[:, None] * v_stride + head * V + values[None, :],
-                (values < V)[None, :], V % BV == 0,
-            )  # fmt: skip
+                v_rows + token_row[:, None] * v_stride + values[None, :],
+                (values < V)[None, :],
+                V % BV == 0,
+            )
             if BY_CHANNEL:
                 tiles = record + 2 * 4096
                 k_since = _tile(tiles + tile_at, some_keys, K == KP)
@@ -112,9 +115,14 @@ def _recur(
                 k_until = _tile(tiles + 2 * 64 * K + tile_at, some_keys, K == KP)
                 fall = tl.load(numbers + keys, mask=keys < K, other=0.0)[None, :]
             else:
-                of_head = key_head * K + keys[None, :]
-                k_since = _tile(k_at + token[:, None] * k_stride + of_head, some_keys, K == KP)
-                q_since = _tile(q_at + token[:, None] * q_stride + of_head, some_keys, K == KP)
+                k_rows = k_at + token * k_stride + key_head * K
+                q_rows = q_at + token * q_stride + key_head * K
+                k_since = _tile(
+                    k_rows + token_row[:, None] * k_stride + keys[None, :], some_keys, K == KP
+                )
+                q_since = _tile(
+                    q_rows + token_row[:, None] * q_stride + keys[None, :], some_keys, K == KP
+                )
                 k_until = k_since
                 of_k = tl.load(numbers + i)[None, :]
                 of_q = tl.load(numbers + 64 + i)[None, :]
@@ -124,9 +132,8 @@ def _recur(
             known = product(held, tl.trans(k_since), OPERAND, PRECISION)
             if not BY_CHANNEL:
                 known *= of_k
-            fresh = product(
-                tl.trans(vs).to(tl.float32) - known, tl.trans(solve), OPERAND, PRECISION
-            )
+            fresh = product(tl.trans(vs), tl.trans(solve), OPERAND, PRECISION)
+            fresh += product(known, tl.trans(solve), OPERAND, PRECISION)
             taken = rounded(fresh, OPERAND)
             read = product(held, tl.trans(q_since), OPERAND, PRECISION)
             if not BY_CHANNEL:
@@ -135,11 +142,9 @@ def _recur(
             if not BY_CHANNEL:
                 taken = rounded(fresh * until, OPERAND)
             s = s * fall + product(taken, k_until, OPERAND, PRECISION)
-            at = o_at + ((begin + place)[None, :] * H + head) * V + values[:, None]
+            at = o_at + (token * H + head) * V + i[None, :] * (H * V) + values[:, None]
             tl.store(
-                at,
-                rounded(read, o_at.dtype.element_ty),
-                mask=some_values & (place < length)[None, :],
+                at, rounded(read, o_at.dtype.element_ty), mask=some_values & (i < left)[None, :]
             )
         e = stop - (stop // (num_exports + 1)) * (num_exports + 1)
         # A row may be in place, and without tokens: all threads have read before one writes.

@@ -6,7 +6,7 @@ part of one head's state in registers; exports are stores between two chunks.
 
 With T the inverse of the triangular system times beta, E the decay since the chunk's start and F
 the decay until its end:
-    fresh = T (v - (k E) S)    o = (q E) S + (qk) fresh    S <- S * fall + (k F)^T fresh
+    fresh = T v + T (-k E) S    o = (q E) S + (qk) fresh    S <- S * fall + (k F)^T fresh
 By channel, the decayed queries and keys are tiles of the workspace. By head they are q and k as
 they came: decay, and what makes them unit vectors, is applied to the rows of the products.
 
