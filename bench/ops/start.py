@@ -21,6 +21,7 @@ from typing import Any
 import torch
 import triton
 from triton.runtime import driver
+from triton.runtime._async_compile import FutureKernel
 from triton.runtime.jit import JITFunction
 
 from bench.engine.models import CONFIGS, write
@@ -46,7 +47,7 @@ def bind(device: torch.device, **_: Any) -> Bound:
     return binding.bind(device, among=[able, *known], quiet=True)
 
 
-def no_product(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def no_product(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
     """Zeros of a product's shape."""
     return x.new_zeros((*x.shape[:-1], weight.shape[0]))
 
@@ -67,7 +68,8 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--threads", type=int, default=2)
     chosen = parser.parse_args(arguments)
     driver.set_active(NoDriver(chosen.capability))
-    layer_choices._thin = lambda device: True
+    layer_choices._hopper.cache_clear()  # there is such a function
+    layer_choices._hopper = lambda device: True
     Weights._copy = lambda self, target, name: None  # memory that nobody touches takes none
     products.linear, products.linear_by_head = no_product, no_product_by_head
     runtime.bind = bind
@@ -126,9 +128,8 @@ def start(model: str, drafts: int, threads: int, found: dict[str, list[Any]]) ->
     finally:
         JITFunction.run = launch
         for name, several in asked.items():
-            kernels = {
-                id(k): k for k in (getattr(m, "kernel", m) for m in several) if k is not None
-            }
+            made = (m.kernel if isinstance(m, FutureKernel) else m for m in several)
+            kernels = {id(k): k for k in made if k is not None}
             if kernels:
                 found[name] = list(kernels.values())
 

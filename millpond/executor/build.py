@@ -90,7 +90,7 @@ def bring_up(
         with CountBar("warm-up") as bar:
             spare.run_through(bar)
     on_phase("profiling")
-    peaks = spare.measure(resolved.max_prefill_tokens, meter)
+    peaks = spare.measure(resolved.num_seats, resolved.max_prefill_tokens, meter)
     del spare
     if resize is not None:
         resolved = resize(peaks.left(meter.free()))

@@ -25,8 +25,11 @@ from millpond.plan.step import (
 )
 from millpond.state.lease import PageId, Seat, SlotId
 
-SLOTS, PAGES, SEATS = 8, 8, 4
+SLOTS, PAGES, SEATS = 8, 8, 16
 """What `every_kind` needs; more is not touched."""
+
+GROUP = 4
+"""Seats of most of its steps."""
 
 PROMPT = 100
 """Tokens of its prompts, where so many fit: more than a page, and no whole number of them."""
@@ -56,13 +59,23 @@ HEAVY = SamplingParams(
 """All of them at once: what a draw takes at most."""
 
 
-def every_kind(c: Capabilities) -> Iterator[StepPlan]:
-    """One step of every kind, in an order in which they can be run; `c` has room for `SEATS`."""
+ROWS = (1, 2, 3, 4, 6, 8, 12, 16)
+TOKENS = (24, 32, 48, 64, 96, 128, 512, 2048, 8192)
+"""Kernels may have tiles of their own for few rows or tokens, and for many. What changes above as
+many rows as these does so in steps that are measured or captured."""
+
+
+def every_kind(c: Capabilities, most_tokens: int = TOKENS[-1]) -> Iterator[StepPlan]:
+    """One step of every kind, in an order in which they can be run.
+
+    `c` has room for `SLOTS`, `PAGES` and `SEATS`. No prompts have more than `most_tokens` together.
+    """
     plans = _Plans(c)
     yield from plans.prompts()
     yield from plans.singles()
     yield from plans.near()
     yield from plans.far()
+    yield from plans.numbers(most_tokens)
     yield from plans.fanning_out()
     for params in SAMPLING:
         yield from plans.drawing(params)
@@ -155,7 +168,7 @@ class _Plans:
 
     def prompts(self) -> Iterator[StepPlan]:
         """From nothing and from a state, with and without exports, draws and scores."""
-        n, seats = self.prompt, self.all_seats[:SEATS]
+        n, seats = self.prompt, self.all_seats[:GROUP]
         yield self.step(
             prefill=(self.row(seats[0], 0, n, 0, emits=False, exports=self.exports(n, 4)),),
             seat_loads=self.loads(seats, GREEDY),
@@ -215,9 +228,23 @@ class _Plans:
         else:
             yield self.step(decode=(self.row(seats[0], last, 1, 0, state_in=0),))
 
+    def numbers(self, most: int) -> Iterator[StepPlan]:
+        """So many rows that draw, and so many tokens of prompts."""
+        seats = self.all_seats[:SEATS]
+        loads, tables = self.loads(seats, GREEDY), self.tables(seats)
+        yield self.step(seat_loads=loads, page_updates=tables)
+        for rows in ROWS:
+            yield self.step(decode=tuple(self.row(s, 2, 1, NO_SLOT) for s in seats[:rows]))
+        for tokens in TOKENS:
+            each = min(self.last, tokens)
+            if tokens <= most and each * len(seats) >= tokens:
+                lengths = [each] * (tokens // each) + [tokens % each] * (tokens % each > 0)
+                rows_of = zip(seats, lengths, strict=False)
+                yield self.step(prefill=tuple(self.row(s, 0, n, NO_SLOT) for s, n in rows_of))
+
     def fanning_out(self) -> Iterator[StepPlan]:
         """One prompt, tokens for all seats, with and without a page that is not full."""
-        seats, n = self.all_seats[:SEATS], self.prompt
+        seats, n = self.all_seats[:GROUP], self.prompt
         for length in sorted({n, n // PAGE_SIZE * PAGE_SIZE} - {0}):
             partial = length % PAGE_SIZE > 0
             yield self.step(

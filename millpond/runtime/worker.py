@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
+import msgspec
 import torch
 
 from millpond.config import ModelFacts
@@ -157,12 +158,12 @@ class Worker:
                 )
         progress(len(plans), len(plans))
 
-    def measure(self, prefill_tokens: int, meter: Meter) -> Peaks:
-        """What the largest steps of this batch size and session length take, over what is there.
+    def measure(self, num_seats: int, prefill_tokens: int, meter: Meter) -> Peaks:
+        """What the largest steps of so many seats take, over what is there.
 
         `prefill_tokens`: the most that one step folds of prompts. Raises `Refused`.
         """
-        c = self.capabilities
+        c = msgspec.structs.replace(self.capabilities, num_seats=num_seats)
         graphs = num_graphs(c.num_seats, -(-c.max_position // PAGE_SIZE)) if c.runs_ahead else 0
         return measure(self.execute, c, prefill_tokens, meter, num_graphs=graphs)
 

@@ -123,7 +123,7 @@ def test_memory_is_measured_then_split_and_the_log_says_how_in_one_line(
     assert gpu.phases == ["warm-up", "profiling", "capture"]
     assert asked == [MEMORY - 5000 - 1000 * (128 + 4)]
     spare, own = gpu.made
-    assert spare.capabilities.num_seats == 5
+    assert spare.capabilities.num_seats == 16
     r, c = built.resolved, own.capabilities
     assert (c.num_slots, c.num_pages, c.num_seats) == (r.num_slots, r.num_pages, r.num_seats)
     assert built.executor.capabilities == c

@@ -90,7 +90,7 @@ def test_no_request_calls_an_op_in_a_way_in_which_warming_up_did_not(
     monkeypatch.setattr(runtime, "bind", lambda *a, **k: watched(bind(*a, **k), seen))
     like_this = partial(bundled(kind, drafts)._like_this, runs_ahead=ahead)
     other = like_this(num_slots=SLOTS, num_pages=PAGES, num_seats=SEATS)
-    other.run_through(kinds=every_kind)
+    other.run_through(kinds=partial(every_kind, most_tokens=600))
     warm = set(seen)
     seen.clear()
     serve(UniExecutor(like_this(num_slots=12, num_pages=160, num_seats=4)))
@@ -107,7 +107,12 @@ def test_every_plan_keeps_within_the_pages_slots_and_positions_there_are(
     drafts: int, max_position: int
 ) -> None:
     c = capabilities(num_draft_tokens=drafts, max_position=max_position)
-    for plan in (*every_kind(c), *largest(c, 200), *steady(c)):
+    plans = tuple(every_kind(c))
+    most = 16 * (max_position - drafts - 1)
+    assert {1, 2, 3, 4, 16, 24, 512, 8192} - {p.num_tokens for p in plans} == {
+        n for n in (512, 8192) if n > most
+    }
+    for plan in (*plans, *largest(c, 200), *steady(c)):
         for row in (*plan.prefill, *plan.decode):
             assert row.tokens
             assert max(row.tokens) < c.vocab_size
