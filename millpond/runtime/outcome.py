@@ -27,8 +27,8 @@ Top = tuple[tuple[int, float], ...]
 class Asked:
     """Of what a step draws, what the host knows beforehand."""
 
-    known: tuple[int, ...]  # the seats of known rows that draw, D of them
-    verify: tuple[int, ...]  # the seats of the verify rows, B of them
+    known: tuple[Seat, ...]  # the seats of known rows that draw, D of them
+    verify: tuple[Seat, ...]  # the seats of the verify rows, B of them
     width: int  # K + 1
     scored: tuple[int, ...] = ()  # the tokens whose log probabilities are asked for
     tops: tuple[int, ...] = ()  # how many of the likeliest each of them wants beside
@@ -67,28 +67,26 @@ def outcome(asked: Asked, numbers: Numbers) -> Outcome:
     More verify rows than were asked for may be there; they come last and are nobody's.
     """
     token, finite, accepted, num_drafts, bases = (part.tolist() for part in numbers[:5])
-    extras: dict[int, tuple[float, Top]] = {}
-    if asked.scored:
-        found = zip(asked.scored, asked.tops, scores_of(numbers[5:8]), strict=True)
-        extras = {at: (logprob, top[:most]) for at, most, (logprob, top) in found}
-
-    def emitted(seat: int, at: int) -> Emitted:
-        logprob, top = extras.get(at, (None, ()))
-        return Emitted(
-            seat=Seat(seat), token=token[at], finite=finite[at], logprob=logprob, top=top
-        )
-
-    tokens = [emitted(seat, at) for at, seat in enumerate(asked.known)]
+    drawn = list(zip(asked.known, range(len(asked.known)), strict=True))  # seats and places
     verified = []
     for index, seat in enumerate(asked.verify):
-        if seat < 0:
-            continue
-        first = len(asked.known) + index * asked.width
-        tokens += [emitted(seat, first + i) for i in range(accepted[index] + 1)]
-        verified.append(Verified(Seat(seat), num_drafts[index], accepted[index]))
+        if seat >= 0:
+            count, first = accepted[index], len(asked.known) + index * asked.width
+            drawn += [(seat, place) for place in range(first, first + count + 1)]
+            verified.append(Verified(seat, num_drafts[index], count))
+    if asked.scored:
+        found = zip(asked.scored, asked.tops, scores_of(numbers[5:8]), strict=True)
+        scores = {place: (logprob, top[:most]) for place, most, (logprob, top) in found}
+        emitted = [
+            Emitted(seat=seat, token=token[at], finite=finite[at], logprob=logprob, top=top)
+            for seat, at in drawn
+            for logprob, top in (scores.get(at, (None, ())),)
+        ]
+    else:  # the most common case by far: nothing is looked up
+        emitted = [Emitted(seat=s, token=token[at], finite=finite[at]) for s, at in drawn]
     told = [tuple(drafts) for drafts in numbers[-1].tolist()] if asked.told else []
     return Outcome(
-        emitted=tuple(tokens),
+        emitted=tuple(emitted),
         verified=tuple(verified),
         bases=tuple(bases[: len(asked.verify)]),
         drafts=tuple(map(Drafts, asked.told, told)),

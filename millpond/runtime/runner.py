@@ -313,6 +313,8 @@ def _of_verify(
     ends, exports = np.split(log, 2, 1)
     targets = [(row.state_out, base) for row, base in zip(rows, bases, strict=True)]
     found = _written(targets, ends[:, : len(rows)])
+    if not exports.size or exports[0].max() < 0:
+        return tuple(found)
     conditional = [
         (SlotId(NONE) if row.export is None else row.export.slot, base)
         for row, base in zip(rows, bases, strict=True)

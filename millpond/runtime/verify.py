@@ -74,7 +74,7 @@ def wanted(plan: StepPlan, width: int) -> Wanted:
 class Drafted:
     """The verify rows of a forward, as they were staged."""
 
-    seats: tuple[int, ...]  # `rows.seats` on the host
+    seats: tuple[Seat, ...]  # `rows.seats` on the host
     rows: VerifyRows
     tokens: torch.Tensor  # [B, K + 1] int64: the certain token, then drafts
 
@@ -87,7 +87,7 @@ class Drafted:
         return cls(tuple(row.seat for row in plan.verify), batch.verify, tokens)
 
     @property
-    def seats_by_place(self) -> tuple[int, ...]:
+    def seats_by_place(self) -> tuple[Seat, ...]:
         """The seat of every place."""
         return tuple(seat for seat in self.seats for _ in range(self.rows.width))
 
@@ -229,7 +229,7 @@ class Verifier:
         )
         return rows, words
 
-    def _accept(self, known: tuple[int, ...], sampled: Sampled, drafted: Drafted | None) -> Drawn:
+    def _accept(self, known: tuple[Seat, ...], sampled: Sampled, drafted: Drafted | None) -> Drawn:
         token, finite = sampled.token, sampled.finite
         emitted = torch.ones_like(finite)
         none = token[:0]
