@@ -248,7 +248,7 @@ class Recording(UniExecutor):
 def test_without_a_constraint_nothing_of_it_reaches_the_device(house: House):
     executor = Recording(worker())
     executor.plans = []
-    house.engine._executor = executor
+    house.engine._flights._executor = executor
     house.tell(house.request(max_tokens=5), house.request(constraint=ENDLESS, max_tokens=5))
     seats = {row.seat for plan in executor.plans for row in plan.prefill}
     bound = {mask.seat for plan in executor.plans for mask in plan.masks}
