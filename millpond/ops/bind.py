@@ -58,6 +58,8 @@ class Bound:
     boundary_store: Callable[..., None]
     conv_verify: Pair
     delta_verify: Op
+    mix_decode: Op
+    mix_verify: Op
     hidden_before_verify: Op
     boundary_verify: Callable[..., None]
     write_kv: Callable[..., None]

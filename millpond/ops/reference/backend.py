@@ -18,6 +18,7 @@ from millpond.ops.reference import (
     sampling,
     slots,
     staging,
+    steps,
     verify,
 )
 
@@ -49,6 +50,8 @@ BACKEND = Backend(
         "boundary_store": slots.boundary_store,
         "conv_verify": verify.conv_verify,
         "delta_verify": verify.delta_verify,
+        "mix_decode": steps.mix_decode,
+        "mix_verify": steps.mix_verify,
         "hidden_before_verify": verify.hidden_before_verify,
         "boundary_verify": verify.boundary_verify,
         "write_kv": attention.write_kv,

@@ -18,6 +18,7 @@ _OPS = {
     "conv": ("conv_prefill", "conv_decode", "conv_verify"),
     "chunks": ("delta_prefill",),
     "tokens": ("delta_decode", "delta_verify"),
+    "steps": ("mix_decode", "mix_verify"),
     "slots": ("boundary_store", "hidden_before_verify", "boundary_verify"),
     "writes": ("write_kv", "turn_and_write"),
     "attention": ("paged_gqa", "paged_mla"),

@@ -1,0 +1,625 @@
+"""Convolution and delta rule of decode and verify rows in two launches: tokens made ready, states.
+
+Contract: `millpond.ops.reference.steps`. What a token needs before it meets a state is the same for
+all value channels of its head: its key and query after convolution and norm, what its decay keeps,
+its weight. The first kernel makes it once, in fp32, a program of one warp a head; the second reads
+it and does nothing but what the state takes, so that its registers hold the state and most of its
+instructions are multiply-adds. Places of a verify row are its pending drafts, then its own tokens,
+without a gap. The functions are those of `conv` and `tokens`, and so are the bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from millpond.ops.batch import RowSlots, VerifyRows
+from millpond.ops.reference.delta import NORM_EPS, Gate
+from millpond.ops.reference.steps import key_heads
+from millpond.ops.triton.choices import token_choice
+from millpond.ops.triton.conv import TAPS, convolved
+from millpond.ops.triton.shared import (
+    UNFUSED,
+    aligned,
+    kernel,
+    log_decay,
+    power_of_two,
+    report_for,
+    rounded,
+    sigmoid,
+    slot_stride,
+    token_stride,
+    told,
+)
+from millpond.ops.triton.tokens import (
+    advance,
+    load_state,
+    over_keys,
+    read_decayed,
+    store_state,
+    unit,
+)
+
+
+def mix_decode(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    gate: Gate,
+    window: torch.Tensor,
+    bank: torch.Tensor,
+    rows: RowSlots,
+) -> torch.Tensor:
+    """As the reference; each launch tells what it wrote."""
+    count, exports = rows.num_rows, rows.export_slot.shape[0]
+    shape = _layer_shape(x, weight, decay, bank)
+    made = _room(x.shape[0], x, shape)
+    o = torch.empty((x.shape[0], shape["H"], shape["V"]), dtype=x.dtype, device=x.device)
+    windows, states = (report_for(count + exports, x.device) for _ in range(2))
+    if count:
+        _ready_decode[(_parts(shape), count)](
+            x, weight, decay, beta, *made, gate.a_log, gate.dt_bias, window,
+            rows.cu_seqlens, rows.state_in, rows.state_out,
+            rows.export_row, rows.export_offset, rows.export_slot, windows, count, exports,
+            gate.lower_bound or 0.0,
+            token_stride(x), token_stride(decay), token_stride(beta), slot_stride(window),
+            **shape, **_making(gate, x, weight, shape), num_warps=1, **UNFUSED,
+        )  # fmt: skip
+        folding = _folding(shape, x.device)
+        _fold_decode[(triton.cdiv(shape["V"], folding["BV"]), shape["H"], count)](
+            *made, o, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
+            rows.export_row, rows.export_offset, rows.export_slot, states, count, exports,
+            slot_stride(bank), **shape, **folding, **UNFUSED,
+        )  # fmt: skip
+    rows.written.record(*windows)
+    rows.written.record(*states)
+    return o
+
+
+def mix_verify(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    decay: torch.Tensor,
+    beta: torch.Tensor,
+    *,
+    gate: Gate,
+    window: torch.Tensor,
+    bank: torch.Tensor,
+    ring: torch.Tensor,
+    ring_decay: torch.Tensor,
+    ring_beta: torch.Tensor,
+    rows: VerifyRows,
+) -> torch.Tensor:
+    """As the reference; how many tokens are folded is read on the device."""
+    count, most = rows.num_rows, rows.width - 1
+    shape = _layer_shape(x, weight, decay, bank)
+    made = _room(count * (2 * most + 1), x, shape)
+    o = torch.empty((x.shape[0], shape["H"], shape["V"]), dtype=x.dtype, device=x.device)
+    windows, states = (report_for(2 * count, x.device) for _ in range(2))
+    if count:
+        _ready_verify[(_parts(shape), count)](
+            x, weight, decay, beta, *made, gate.a_log, gate.dt_bias, window,
+            ring, ring_decay, ring_beta, rows.state_in, rows.state_out, rows.base,
+            rows.pending, rows.num_drafts, rows.parity, rows.seats,
+            rows.export_end, rows.export_slot, windows, count, gate.lower_bound or 0.0,
+            token_stride(x), token_stride(decay), token_stride(beta), slot_stride(window),
+            slot_stride(ring), slot_stride(ring_decay), slot_stride(ring_beta),
+            MOST=most, STEPS=min(power_of_two(2 * most + 1), 4), **shape,
+            **_making(gate, x, weight, shape), num_warps=1, **UNFUSED,
+        )  # fmt: skip
+        folding = _folding(shape, x.device)
+        _fold_verify[(triton.cdiv(shape["V"], folding["BV"]), shape["H"], count)](
+            *made, o, bank, rows.state_in, rows.state_out, rows.base,
+            rows.pending, rows.num_drafts, rows.seats,
+            rows.export_end, rows.export_slot, states, count, slot_stride(bank),
+            MOST=most, STEPS=power_of_two(2 * most + 1), **shape, **folding, **UNFUSED,
+        )  # fmt: skip
+    rows.written.record(*windows)
+    rows.written.record(*states)
+    return o
+
+
+def _layer_shape(
+    x: torch.Tensor, weight: torch.Tensor, decay: torch.Tensor, bank: torch.Tensor
+) -> dict[str, Any]:
+    """What both kernels specialise on, all of it the model's."""
+    heads, v_dim, k_dim = bank.shape[1:]
+    if weight.shape[1] > TAPS:
+        raise ValueError(
+            f"a convolution over {weight.shape[1]} tokens: the kernels go up to {TAPS}"
+        )
+    return {
+        "H": heads,
+        "HK": key_heads(x.shape[1], bank),
+        "K": k_dim,
+        "V": v_dim,
+        "SPAN": max(power_of_two(k_dim) // 4, 1),
+        "BY_CHANNEL": decay.ndim == 3,
+    }
+
+
+def _parts(shape: dict[str, Any]) -> int:
+    """Programs of one row that make its tokens ready: queries, keys, values, and gates by head."""
+    return int(2 * shape["HK"] + 2 * shape["H"])
+
+
+def _making(
+    gate: Gate, x: torch.Tensor, weight: torch.Tensor, shape: dict[str, Any]
+) -> dict[str, Any]:
+    """What the first kernel specialises on besides."""
+    whole = shape["K"] % 16 == 0 and shape["V"] % 16 == 0
+    return {
+        "VSPAN": max(power_of_two(shape["V"]) // 4, 1),
+        "C": x.shape[1],
+        "W": weight.shape[1],
+        "BOUNDED": gate.lower_bound is not None,
+        "ALIGNED": aligned(x) and whole,
+        "EPS": NORM_EPS,
+    }
+
+
+def _folding(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
+    """What the second kernel specialises on besides, and its warps."""
+    choice = token_choice(device)
+    values = min(choice.values, power_of_two(shape["V"]))
+    return {
+        "BV": values,
+        "FULL": 4 * shape["SPAN"] == shape["K"] and shape["V"] % values == 0,
+        "DOUBLED": shape["SPAN"] * values < 128 * choice.warps,
+        "num_warps": choice.warps,
+    }
+
+
+def _room(places: int, x: torch.Tensor, shape: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Where tokens made ready go: unit queries and keys, what decay keeps, weights, values."""
+
+    def room(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.empty((places, *size), dtype=dtype, device=x.device)
+
+    keys, heads, k_dim = shape["HK"], shape["H"], shape["K"]
+    kept = (heads, k_dim) if shape["BY_CHANNEL"] else (heads,)
+    return (
+        room(keys, k_dim), room(keys, k_dim), room(*kept), room(heads),
+        room(heads, shape["V"], dtype=x.dtype),
+    )  # fmt: skip
+
+
+@triton.jit
+def _tap(weight, c, n, SIZE: tl.constexpr, BACK: tl.constexpr, W: tl.constexpr):
+    """The factor of the input `BACK` tokens ago, of channels c where n < SIZE."""
+    if BACK < W:
+        factor = tl.load(weight + c * W + (W - 1 - BACK), mask=n < SIZE, other=0.0).to(tl.float32)
+    else:
+        factor = tl.zeros_like(n).to(tl.float32)
+    return factor
+
+
+@triton.jit
+def _held(window, slot, c, n, stride, SIZE: tl.constexpr, BACK: tl.constexpr, W: tl.constexpr):
+    """The slot's input `BACK` tokens before its end; zero where there is none."""
+    at = window + tl.maximum(slot, 0) * stride + c * (W - 1) + (W - 1 - BACK)
+    if BACK < W:
+        value = tl.load(at, mask=n < tl.where(slot >= 0, SIZE, 0), other=0.0)
+    else:
+        value = tl.zeros_like(n).to(window.dtype.element_ty)
+    return value
+
+
+@triton.jit
+def _keep_window(window, slot, x2, x1, x0, c, n, stride, SIZE: tl.constexpr, W: tl.constexpr):
+    """The last inputs, as many as a slot keeps, unless there is none.
+
+    Every thread has read what it needs of that slot before any overwrites it.
+    """
+    tl.debug_barrier()
+    at = window + tl.maximum(slot, 0) * stride + c * (W - 1)
+    there = n < tl.where(slot >= 0, SIZE, 0)
+    if W >= 4:
+        tl.store(at + (W - 4), x2.to(window.dtype.element_ty), mask=there)
+    if W >= 3:
+        tl.store(at + (W - 3), x1.to(window.dtype.element_ty), mask=there)
+    if W >= 2:
+        tl.store(at + (W - 2), x0.to(window.dtype.element_ty), mask=there)
+
+
+@triton.jit
+def _load_raw(at, c, n, there, ALIGNED: tl.constexpr):
+    """Channels c of one token, where n < there."""
+    places = at + c
+    if ALIGNED:
+        places = tl.multiple_of(places, (16, 16))
+    return tl.load(places, mask=n < there, other=0.0)
+
+
+@triton.jit
+def _load_input(
+    x, ring, step, replayed, end, c, n, x_stride,
+    C: tl.constexpr, SIZE: tl.constexpr, ALIGNED: tl.constexpr,
+):  # fmt: skip
+    """Input `step` of a row: the ring's pending drafts, then the row's own at x."""
+    if step < replayed:
+        value = _load_raw(ring + step * C, c, n, SIZE, ALIGNED).to(x.dtype.element_ty)
+    else:
+        there = tl.where(step < end, SIZE, 0)
+        value = _load_raw(x + (step - replayed) * x_stride, c, n, there, ALIGNED)
+    return value
+
+
+@triton.jit
+def _make_vectors(
+    x, ring_from, ring_to, out, out_stride, factor, weight, window, slot, to, export,
+    replayed, end, passed, row, export_row, export_offset, export_slot, num_exports,
+    c, n, x_stride, window_stride,
+    C: tl.constexpr, W: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr,
+    VERIFY: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """Channels c of all tokens of a row after the convolution, to unit length times `factor` if
+    they are a key's or a query's; the windows, and what drafts leave in the ring."""
+    kind = x.dtype.element_ty
+    coming = _load_input(x, ring_from, 0, replayed, end, c, n, x_stride, C, SIZE, ALIGNED)
+    x3 = _held(window, slot, c, n, window_stride, SIZE, 3, W).to(kind)
+    x2 = _held(window, slot, c, n, window_stride, SIZE, 2, W).to(kind)
+    x1 = _held(window, slot, c, n, window_stride, SIZE, 1, W).to(kind)
+    w3 = _tap(weight, c, n, SIZE, 3, W)
+    w2 = _tap(weight, c, n, SIZE, 2, W)
+    w1 = _tap(weight, c, n, SIZE, 1, W)
+    w0 = _tap(weight, c, n, SIZE, 0, W)
+    for step in range(end):
+        x0 = coming
+        coming = _load_input(
+            x, ring_from, step + 1, replayed, end, c, n, x_stride, C, SIZE, ALIGNED
+        )
+        y = rounded(convolved(w3, w2, w1, w0, x3, x2, x1, x0), kind)
+        if UNIT:
+            y = unit(y.to(tl.float32), EPS) * factor
+        tl.store(out + step * out_stride + n, y, mask=n < SIZE)
+        x3, x2, x1 = x2, x1, x0
+        if VERIFY:
+            own = step - replayed
+            if own > 0:
+                left = ring_to + (own - 1) * C + c
+                tl.store(left, x0.to(ring_to.dtype.element_ty), mask=n < SIZE)
+            if own == 0:
+                _keep_window(window, to, x3, x2, x1, c, n, window_stride, SIZE, W)
+            if (own <= 0) & (step + 1 == passed):
+                _keep_window(window, export, x3, x2, x1, c, n, window_stride, SIZE, W)
+        else:
+            for e in range(num_exports):
+                offset = tl.load(export_offset + e).to(tl.int64)
+                if (tl.load(export_row + e) == row) & (offset == step + 1):
+                    at = tl.load(export_slot + e).to(tl.int64)
+                    _keep_window(window, at, x3, x2, x1, c, n, window_stride, SIZE, W)
+    if not VERIFY:
+        _keep_window(window, to, x3, x2, x1, c, n, window_stride, SIZE, W)
+
+
+@triton.jit
+def _make_gates(
+    decay, beta, kept_decay, kept_beta, left_decay, left_beta, keeps, weights, a_log, dt_bias,
+    head, bound, replayed, end, decay_stride, beta_stride,
+    H: tl.constexpr, SIZE: tl.constexpr, PLACES: tl.constexpr, STEPS: tl.constexpr,
+    BOUNDED: tl.constexpr, VERIFY: tl.constexpr,
+):  # fmt: skip
+    """What the decay keeps and the weight of all tokens of one row and head, some at a time; what
+    drafts leave in the rings. SIZE decays a head."""
+    i = tl.arange(0, PLACES)[None, :]
+    rate = tl.exp(tl.load(a_log + head).to(tl.float32))
+    bias = tl.load(dt_bias + head * SIZE + i, mask=i < SIZE, other=0.0).to(tl.float32)
+    for begin in range(0, end, STEPS):
+        at = begin + tl.arange(0, STEPS)[:, None]
+        own = at - replayed
+        there = at < end
+        raw = tl.load(
+            decay + own * decay_stride + i, mask=there & (own >= 0) & (i < SIZE), other=0.0
+        )
+        raw_beta = tl.load(beta + own * beta_stride, mask=there & (own >= 0), other=0.0)
+        if VERIFY:
+            held = kept_decay + at * (H * SIZE) + i
+            old = tl.load(held, mask=there & (own < 0) & (i < SIZE), other=0.0)
+            raw = tl.where(own < 0, old.to(raw.dtype), raw)
+            old_beta = tl.load(kept_beta + at * H, mask=there & (own < 0), other=0.0)
+            raw_beta = tl.where(own < 0, old_beta.to(raw_beta.dtype), raw_beta)
+            draft = there & (own > 0)
+            tl.store(
+                left_decay + (own - 1) * (H * SIZE) + i, raw.to(left_decay.dtype.element_ty),
+                mask=draft & (i < SIZE),
+            )  # fmt: skip
+            tl.store(left_beta + (own - 1) * H, raw_beta.to(left_beta.dtype.element_ty), mask=draft)
+        keep = tl.exp(log_decay(raw.to(tl.float32), rate, bias, bound, BOUNDED))
+        tl.store(keeps + at * (H * SIZE) + i, keep, mask=there & (i < SIZE))
+        tl.store(weights + at * H, sigmoid(raw_beta.to(tl.float32)), mask=there)
+
+
+@triton.jit
+def in_spans(SPAN: tl.constexpr):
+    """0 .. 4 SPAN - 1 as [4, SPAN]."""
+    return tl.arange(0, 4)[:, None] * SPAN + tl.arange(0, SPAN)[None, :]
+
+
+@kernel
+def _ready_decode(
+    x, weight, decay, beta, ready_q, ready_k, keeps, weights, ready_v, a_log, dt_bias, window,
+    cu_seqlens, state_in, state_out, export_row, export_offset, export_slot, report,
+    num_rows, num_exports, bound, x_stride, decay_stride, beta_stride, window_stride,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, VSPAN: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """One head's queries, keys, values or gates of all tokens of one row."""
+    part = tl.program_id(0)
+    row = tl.program_id(1)
+    first = part == 0
+    of = num_rows + num_exports
+    begin = tl.load(cu_seqlens + row).to(tl.int64)
+    length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
+    slot = tl.load(state_in + row).to(tl.int64)
+    to = tl.load(state_out + row).to(tl.int64)
+    tokens = x + begin * x_stride
+    none = length * 0
+    if part < 2 * HK:
+        n = in_spans(SPAN)
+        out = ready_k + (begin * HK + part - HK) * K
+        if part < HK:
+            out = ready_q + (begin * HK + part) * K
+        factor = tl.where(part < HK, K**-0.5, 1.0)
+        _make_vectors(
+            tokens, x, x, out, HK * K, factor, weight, window, slot, to, to, none, length, none,
+            row, export_row, export_offset, export_slot, num_exports, part * K + n, n, x_stride,
+            window_stride, C, W, K, True, False, ALIGNED, EPS,
+        )  # fmt: skip
+    elif part < 2 * HK + H:
+        head = part - 2 * HK
+        n = in_spans(VSPAN)
+        _make_vectors(
+            tokens, x, x, ready_v + (begin * H + head) * V, H * V, 1.0, weight, window, slot, to,
+            to, none, length, none, row, export_row, export_offset, export_slot, num_exports,
+            2 * HK * K + head * V + n, n, x_stride, window_stride,
+            C, W, V, False, False, ALIGNED, EPS,
+        )  # fmt: skip
+    else:
+        head = part - 2 * HK - H
+        SIZE: tl.constexpr = K if BY_CHANNEL else 1
+        _make_gates(
+            decay + begin * decay_stride + head * SIZE, beta + begin * beta_stride + head,
+            decay, beta, decay, beta, keeps + (begin * H + head) * SIZE, weights + begin * H + head,
+            a_log, dt_bias, head, bound, none, length, decay_stride, beta_stride,
+            H, SIZE, 4 * SPAN if BY_CHANNEL else 1, 1, BOUNDED, False,
+        )  # fmt: skip
+    told(report, row, of, to, length, True, first)
+    for e in range(num_exports):
+        if tl.load(export_row + e) == row:
+            offset = tl.load(export_offset + e).to(tl.int64)
+            reached = (offset >= 1) & (offset <= length)
+            told(report, num_rows + e, of, tl.load(export_slot + e), offset, reached, first)
+
+
+@kernel
+def _ready_verify(
+    x, weight, decay, beta, ready_q, ready_k, keeps, weights, ready_v, a_log, dt_bias, window,
+    ring, ring_decay, ring_beta, state_in, state_out, base, pending, num_drafts, parity, seats,
+    export_end, export_slot, report, num_rows, bound, x_stride, decay_stride, beta_stride,
+    window_stride, ring_stride, ring_decay_stride, ring_beta_stride,
+    MOST: tl.constexpr, STEPS: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, VSPAN: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr,
+):  # fmt: skip
+    """One head's queries, keys, values or gates of all tokens of one verify row."""
+    part = tl.program_id(0)
+    row = tl.program_id(1)
+    first = part == 0
+    wide = row.to(tl.int64)
+    seat = tl.load(seats + row).to(tl.int64)
+    slot = tl.load(state_in + row).to(tl.int64)
+    to = tl.load(state_out + row).to(tl.int64)
+    export = tl.load(export_slot + row).to(tl.int64)
+    passed = tl.load(export_end + row).to(tl.int64) - tl.load(base + row).to(tl.int64)
+    replayed = tl.load(pending + row).to(tl.int64)
+    end = replayed + 1 + tl.load(num_drafts + row).to(tl.int64)
+    held = tl.load(parity + row).to(tl.int64) * MOST
+    if seat >= 0:
+        begin = wide * (MOST + 1)
+        place = wide * (2 * MOST + 1)
+        tokens = x + begin * x_stride
+        of_seat = ring + seat * ring_stride
+        ring_from = of_seat + held * C
+        ring_to = of_seat + (MOST - held) * C
+        if part < 2 * HK:
+            n = in_spans(SPAN)
+            out = ready_k + (place * HK + part - HK) * K
+            if part < HK:
+                out = ready_q + (place * HK + part) * K
+            factor = tl.where(part < HK, K**-0.5, 1.0)
+            _make_vectors(
+                tokens, ring_from, ring_to, out, HK * K, factor, weight, window, slot, to, export,
+                replayed, end, passed, row, seats, seats, seats, 0, part * K + n, n, x_stride,
+                window_stride, C, W, K, True, True, ALIGNED, EPS,
+            )  # fmt: skip
+        elif part < 2 * HK + H:
+            head = part - 2 * HK
+            n = in_spans(VSPAN)
+            _make_vectors(
+                tokens, ring_from, ring_to, ready_v + (place * H + head) * V, H * V, 1.0, weight,
+                window, slot, to, export, replayed, end, passed, row, seats, seats, seats, 0,
+                2 * HK * K + head * V + n, n, x_stride, window_stride,
+                C, W, V, False, True, ALIGNED, EPS,
+            )  # fmt: skip
+        else:
+            head = part - 2 * HK - H
+            SIZE: tl.constexpr = K if BY_CHANNEL else 1
+            at_decay = ring_decay + seat * ring_decay_stride + head * SIZE
+            at_beta = ring_beta + seat * ring_beta_stride + head
+            _make_gates(
+                decay + begin * decay_stride + head * SIZE, beta + begin * beta_stride + head,
+                at_decay + held * (H * SIZE), at_beta + held * H,
+                at_decay + (MOST - held) * (H * SIZE), at_beta + (MOST - held) * H,
+                keeps + (place * H + head) * SIZE, weights + place * H + head,
+                a_log, dt_bias, head, bound, replayed, end, decay_stride, beta_stride,
+                H, SIZE, 4 * SPAN if BY_CHANNEL else 1, STEPS, BOUNDED, True,
+            )  # fmt: skip
+    reached = (passed >= 1) & (passed <= replayed + 1)
+    told(report, row, 2 * num_rows, to, replayed + 1, seat >= 0, first)
+    told(report, num_rows + row, 2 * num_rows, export, passed, (seat >= 0) & reached, first)
+
+
+@triton.jit
+def _load_ready(at, n, K: tl.constexpr, FULL: tl.constexpr):
+    """A query, a key or what is kept of it [4, SPAN]."""
+    if FULL:
+        x = tl.load(at + n)
+    else:
+        x = tl.load(at + n, mask=n < K, other=0.0)
+    return x
+
+
+@triton.jit
+def _load_token(
+    ready_k, keeps, weights, ready_v, place, head, key_head, n, values,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, FULL: tl.constexpr,
+):  # fmt: skip
+    """Unit key, value, what decay keeps, and weight of the token at a place."""
+    kn = _load_ready(ready_k + (place * HK + key_head) * K, n, K, FULL)
+    if BY_CHANNEL:
+        keep = _load_ready(keeps + (place * H + head) * K, n, K, FULL)
+    else:
+        keep = tl.load(keeps + place * H + head)
+    at = ready_v + (place * H + head) * V + values
+    vs = tl.load(at, mask=values < V, other=0.0).to(tl.float32)
+    return kn, vs, keep, tl.load(weights + place * H + head)
+
+
+@triton.jit
+def _ask_for(
+    ready_q, ready_k, keeps, place, count, head, key_head,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    SECTORS: tl.constexpr, STEPS: tl.constexpr,
+):  # fmt: skip
+    """Have the vectors of `count` places brought near while the state is on its way, one element of
+    every 32 bytes. Nothing is stored, but a compiler must not know that."""
+    step = tl.arange(0, STEPS)[:, None]
+    i = tl.minimum(tl.arange(0, SECTORS)[None, :] * 8, K - 1)
+    of_key = ((place + step) * HK + key_head) * K + i
+    q = tl.load(ready_q + of_key, mask=step < count, other=0.0)
+    k = tl.load(ready_k + of_key, mask=step < count, other=0.0)
+    never = step < tl.where(count < 0, STEPS, 0)
+    if BY_CHANNEL:
+        of_head = ((place + step) * H + head) * K + i
+        keep = tl.load(keeps + of_head, mask=step < count, other=0.0)
+        tl.store(keeps + of_head, keep, mask=never)
+    tl.store(ready_q + of_key, q, mask=never)
+    tl.store(ready_k + of_key, k, mask=never)
+
+
+@kernel
+def _fold_decode(
+    ready_q, ready_k, keeps, weights, ready_v, o, bank, cu_seqlens, state_in, state_out,
+    export_row, export_offset, export_slot, report, num_rows, num_exports, bank_stride,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, DOUBLED: tl.constexpr,
+):  # fmt: skip
+    """One row and head, BV value channels."""
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    first = (tl.program_id(0) == 0) & (head == 0)
+    of = num_rows + num_exports
+    n = in_spans(SPAN)
+    values = tl.program_id(0) * BV + tl.arange(0, BV)
+    key_head = head // (H // HK)
+    begin = tl.load(cu_seqlens + row).to(tl.int64)
+    length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
+    slot = tl.load(state_in + row).to(tl.int64)
+    to = tl.load(state_out + row).to(tl.int64)
+    s = load_state(bank, slot, head, values, bank_stride, K, V, SPAN, FULL)
+    for step in range(length):
+        at = begin + step
+        kn, vs, keep, weight = _load_token(
+            ready_k, keeps, weights, ready_v, at, head, key_head, n, values,
+            H, HK, K, V, BY_CHANNEL, FULL,
+        )  # fmt: skip
+        qn = _load_ready(ready_q + (at * HK + key_head) * K, n, K, FULL)
+        error = weight * (vs - read_decayed(s, kn, keep, BY_CHANNEL))
+        read = tl.fma(error, over_keys(kn * qn), read_decayed(s, qn, keep, BY_CHANNEL))
+        s = advance(s, error, kn, keep, BY_CHANNEL)
+        out = o + (at * H + head) * V + values
+        tl.store(out, rounded(read, o.dtype.element_ty), mask=values < V)
+        for e in range(num_exports):
+            offset = tl.load(export_offset + e).to(tl.int64)
+            if (tl.load(export_row + e) == row) & (offset == step + 1):
+                export = tl.load(export_slot + e).to(tl.int64)
+                store_state(bank, export, s, head, values, bank_stride, K, V, SPAN, FULL, DOUBLED)
+    store_state(bank, to, s, head, values, bank_stride, K, V, SPAN, FULL, DOUBLED)
+    told(report, row, of, to, length, True, first)
+    for e in range(num_exports):
+        if tl.load(export_row + e) == row:
+            offset = tl.load(export_offset + e).to(tl.int64)
+            reached = (offset >= 1) & (offset <= length)
+            told(report, num_rows + e, of, tl.load(export_slot + e), offset, reached, first)
+
+
+@kernel
+def _fold_verify(
+    ready_q, ready_k, keeps, weights, ready_v, o, bank, state_in, state_out, base,
+    pending, num_drafts, seats, export_end, export_slot, report, num_rows, bank_stride,
+    MOST: tl.constexpr, STEPS: tl.constexpr,
+    H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr,
+    BY_CHANNEL: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, DOUBLED: tl.constexpr,
+):  # fmt: skip
+    """One verify row and head, BV value channels: replay, the certain token, one write, drafts.
+
+    All tokens take the same path, so that the code of a token is there once.
+    """
+    head = tl.program_id(1)
+    row = tl.program_id(2)
+    wide = row.to(tl.int64)
+    first = (tl.program_id(0) == 0) & (head == 0)
+    n = in_spans(SPAN)
+    values = tl.program_id(0) * BV + tl.arange(0, BV)
+    key_head = head // (H // HK)
+    seat = tl.load(seats + row).to(tl.int64)
+    slot = tl.load(state_in + row).to(tl.int64)
+    to = tl.load(state_out + row).to(tl.int64)
+    export = tl.load(export_slot + row).to(tl.int64)
+    passed = tl.load(export_end + row).to(tl.int64) - tl.load(base + row).to(tl.int64)
+    replayed = tl.load(pending + row).to(tl.int64)
+    begin = wide * (MOST + 1)
+    filled = 0
+    if seat >= 0:
+        drafts = tl.load(num_drafts + row).to(tl.int32)
+        place = wide * (2 * MOST + 1) + replayed
+        s = load_state(bank, slot, head, values, bank_stride, K, V, SPAN, FULL)
+        _ask_for(
+            ready_q, ready_k, keeps, wide * (2 * MOST + 1), replayed + 1 + drafts, head, key_head,
+            H, HK, K, BY_CHANNEL, (SPAN + 1) // 2, STEPS,
+        )  # fmt: skip
+        for own in range(-replayed.to(tl.int32), drafts + 1):
+            kn, vs, keep, weight = _load_token(
+                ready_k, keeps, weights, ready_v, place + own, head, key_head, n, values,
+                H, HK, K, V, BY_CHANNEL, FULL,
+            )  # fmt: skip
+            if own < 0:
+                error = weight * (vs - read_decayed(s, kn, keep, BY_CHANNEL))
+            else:
+                qn = _load_ready(ready_q + ((place + own) * HK + key_head) * K, n, K, FULL)
+                error = weight * (vs - read_decayed(s, kn, keep, BY_CHANNEL))
+                read = tl.fma(error, over_keys(kn * qn), read_decayed(s, qn, keep, BY_CHANNEL))
+                out = o + ((begin + own) * H + head) * V + values
+                tl.store(out, rounded(read, o.dtype.element_ty), mask=values < V)
+            if (own < drafts) | (own == 0):  # nobody looks at what the last draft leaves
+                s = advance(s, error, kn, keep, BY_CHANNEL)
+            if own == 0:
+                store_state(bank, to, s, head, values, bank_stride, K, V, SPAN, FULL, DOUBLED)
+            if (own <= 0) & (passed == replayed + own + 1):
+                store_state(bank, export, s, head, values, bank_stride, K, V, SPAN, FULL, DOUBLED)
+        filled = drafts + 1
+    reached = (passed >= 1) & (passed <= replayed + 1)
+    told(report, row, 2 * num_rows, to, replayed + 1, seat >= 0, first)
+    told(report, num_rows + row, 2 * num_rows, export, passed, (seat >= 0) & reached, first)
+    for empty in range(filled, MOST + 1):
+        nothing = tl.zeros([BV], o.dtype.element_ty)
+        tl.store(o + ((begin + empty) * H + head) * V + values, nothing, mask=values < V)
