@@ -19,11 +19,17 @@ VERIFY = [(5, 2), (64, 1)]
 TABLES = [[1, 0], [2, 3], [4, 5], [6, 7], [8, 9]]
 
 
+HEADS = {"cpu": (2,), "cuda": (1, 2, 5, 64)}
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("heads", [1, 2, 5, 64])
-def test_selecting_everything_is_not_selecting(
-    heads: int, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_selecting_everything_is_not_selecting(dtype: torch.dtype, device: torch.device) -> None:
+    for heads in HEADS[device.type]:
+        check(heads, dtype, device)
+
+
+def check(heads: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Both ways, over the same pages."""
     batch = mixed_batch([(0, 70), (64, 20)], [(100, 1)], VERIFY, tables=TABLES)
     made = torch.Generator().manual_seed(heads)
     pages = torch.randn(10, 64, 32, generator=made).to(dtype).to(device)
