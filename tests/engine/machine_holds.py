@@ -24,6 +24,8 @@ priorities = st.lists(st.integers(0, 2), min_size=2, max_size=7)
 class Crowds(HostTower):
     """Many prompts at once that begin alike, of all priorities, often cut so that holds last."""
 
+    run_plans_at_once_or_when_asked = None  # one step at a time here
+
     @initialize(
         num_slots=st.sampled_from([12, 6, 4, 3, 2, 1]),
         num_pages=st.sampled_from([60, 30, 13]),
