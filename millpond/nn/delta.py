@@ -8,7 +8,6 @@ per-token form, rows with drafts through the one that folds what was accepted.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +16,8 @@ from millpond.memory.arena import Arenas
 from millpond.memory.layout import TensorSpec
 from millpond.nn.linear import Linear, TensorSource
 from millpond.nn.residual import RMSNorm
-from millpond.ops.batch import ForwardBatch, RowSlots
-from millpond.ops.bind import Bound, Op
+from millpond.ops.batch import ForwardBatch
+from millpond.ops.bind import Bound
 from millpond.ops.reference.delta import Gate
 
 
@@ -102,44 +101,50 @@ class _DeltaCore:
         arenas: Arenas,
     ) -> torch.Tensor:
         """qkv [T, channels]; decay, raw, [T, H] or [T, H, K]; beta, raw, [T, H] -> [T, H, V]."""
+        memory = {
+            "gate": self.gate,
+            "bank": arenas.slots.view(self.layer, "recurrent"),
+        }
         window = arenas.slots.view(self.layer, "conv")
-        bank = arenas.slots.view(self.layer, "recurrent")
+        middle, end = batch.num_prefill_tokens, batch.first_verify_token
         found = []
-        for at, rows, conv, delta in self._forms(batch):
-            mixed = conv(qkv[at], self.conv, bank=window, rows=rows)
+        if batch.prefill.num_rows:
+            rows = batch.prefill
+            mixed = self.ops.conv_prefill(qkv[:middle], self.conv, bank=window, rows=rows)
             by_head = self._by_head(mixed)
-            found.append(delta(*by_head, decay[at], beta[at], gate=self.gate, bank=bank, rows=rows))
-        if batch.verify is not None and batch.verify.num_rows:
-            at, seats = slice(batch.first_verify_token, None), arenas.seats
-            pending, mixed = self.ops.conv_verify(
-                qkv[at],
-                self.conv,
-                bank=window,
-                ring=seats.view(self.layer, "ring_conv"),
-                rows=batch.verify,
-            )
             found.append(
-                self.ops.delta_verify(
-                    *self._by_head(mixed),
+                self.ops.delta_prefill(*by_head, decay[:middle], beta[:middle], rows=rows, **memory)
+            )
+        if batch.decode.num_rows:
+            at = slice(middle, end)
+            found.append(
+                self.ops.mix_decode(
+                    qkv[at],
+                    self.conv,
                     decay[at],
                     beta[at],
-                    pending=self._by_head(pending),
-                    gate=self.gate,
-                    bank=bank,
+                    window=window,
+                    rows=batch.decode,
+                    **memory,
+                )
+            )
+        if batch.verify is not None and batch.verify.num_rows:
+            seats = arenas.seats
+            found.append(
+                self.ops.mix_verify(
+                    qkv[end:],
+                    self.conv,
+                    decay[end:],
+                    beta[end:],
+                    window=window,
+                    ring=seats.view(self.layer, "ring_conv"),
                     ring_decay=seats.view(self.layer, "ring_decay"),
                     ring_beta=seats.view(self.layer, "ring_beta"),
                     rows=batch.verify,
+                    **memory,
                 )
             )
         return found[0] if len(found) == 1 else torch.cat(found)
-
-    def _forms(self, batch: ForwardBatch) -> Iterator[tuple[slice, RowSlots, Op, Op]]:
-        """The forms without rings: their tokens, rows, convolution and delta rule."""
-        ops, middle, end = self.ops, batch.num_prefill_tokens, batch.first_verify_token
-        if batch.prefill.num_rows:
-            yield slice(0, middle), batch.prefill, ops.conv_prefill, ops.delta_prefill
-        if batch.decode.num_rows:
-            yield slice(middle, end), batch.decode, ops.conv_decode, ops.delta_decode
 
     def _by_head(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """What the convolution gives, [..., channels], as q, k [..., Hk, K] and v [..., H, V].
