@@ -21,6 +21,7 @@ from millpond.ops.reference.delta import NORM_EPS, Gate
 from millpond.ops.reference.steps import key_heads
 from millpond.ops.triton.choices import token_choice
 from millpond.ops.triton.conv import TAPS, convolved
+from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap
 from millpond.ops.triton.shared import (
     UNFUSED,
     aligned,
@@ -68,13 +69,13 @@ def mix_decode(
             rows.export_row, rows.export_offset, rows.export_slot, windows, count, exports,
             gate.lower_bound or 0.0,
             token_stride(x), token_stride(decay), token_stride(beta), slot_stride(window),
-            **shape, **_making(gate, x, weight, shape), num_warps=1, **UNFUSED,
+            **shape, **_making(gate, x, weight, shape), num_warps=1, **UNFUSED, **overlap(x.device),
         )  # fmt: skip
         folding = _folding(shape, x.device)
         _fold_decode[(triton.cdiv(shape["V"], folding["BV"]), shape["H"], count)](
             *made, o, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
             rows.export_row, rows.export_offset, rows.export_slot, states, count, exports,
-            slot_stride(bank), **shape, **folding, **UNFUSED,
+            slot_stride(bank), **shape, **folding, **UNFUSED, **overlap(x.device),
         )  # fmt: skip
     rows.written.record(*windows)
     rows.written.record(*states)
@@ -110,14 +111,15 @@ def mix_verify(
             token_stride(x), token_stride(decay), token_stride(beta), slot_stride(window),
             slot_stride(ring), slot_stride(ring_decay), slot_stride(ring_beta),
             MOST=most, STEPS=min(power_of_two(2 * most + 1), 4), **shape,
-            **_making(gate, x, weight, shape), num_warps=1, **UNFUSED,
+            **_making(gate, x, weight, shape), num_warps=1, **UNFUSED, **overlap(x.device),
         )  # fmt: skip
         folding = _folding(shape, x.device)
         _fold_verify[(triton.cdiv(shape["V"], folding["BV"]), shape["H"], count)](
             *made, o, bank, rows.state_in, rows.state_out, rows.base,
             rows.pending, rows.num_drafts, rows.seats,
             rows.export_end, rows.export_slot, states, count, slot_stride(bank),
-            MOST=most, STEPS=power_of_two(2 * most + 1), **shape, **folding, **UNFUSED,
+            MOST=most, STEPS=power_of_two(2 * most + 1), **shape, **folding,
+            **UNFUSED, **overlap(x.device),
         )  # fmt: skip
     rows.written.record(*windows)
     rows.written.record(*states)
@@ -349,8 +351,12 @@ def _ready_decode(
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr,
     BY_CHANNEL: tl.constexpr, VSPAN: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One head's queries, keys, values or gates of all tokens of one row."""
+    if OVERLAP:
+        let_next_begin()
+        await_previous()
     part = tl.program_id(0)
     row = tl.program_id(1)
     first = part == 0
@@ -408,8 +414,12 @@ def _ready_verify(
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr,
     BY_CHANNEL: tl.constexpr, VSPAN: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One head's queries, keys, values or gates of all tokens of one verify row."""
+    if OVERLAP:
+        let_next_begin()
+        await_previous()
     part = tl.program_id(0)
     row = tl.program_id(1)
     first = part == 0
@@ -522,8 +532,12 @@ def _fold_decode(
     export_row, export_offset, export_slot, report, num_rows, num_exports, bank_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr,
     BY_CHANNEL: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, DOUBLED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One row and head, BV value channels."""
+    if OVERLAP:
+        let_next_begin()
+        await_previous()
     head = tl.program_id(1)
     row = tl.program_id(2)
     first = (tl.program_id(0) == 0) & (head == 0)
@@ -569,11 +583,15 @@ def _fold_verify(
     MOST: tl.constexpr, STEPS: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr,
     BY_CHANNEL: tl.constexpr, BV: tl.constexpr, FULL: tl.constexpr, DOUBLED: tl.constexpr,
+    OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One verify row and head, BV value channels: replay, the certain token, one write, drafts.
 
     All tokens take the same path, so that the code of a token is there once.
     """
+    if OVERLAP:
+        let_next_begin()
+        await_previous()
     head = tl.program_id(1)
     row = tl.program_id(2)
     wide = row.to(tl.int64)
