@@ -32,8 +32,8 @@ PAIRS = 64 * 64
 minus keys and queries with the decay since the chunk's start, keys with that until its end."""
 
 SCALES = 4 * 64
-"""fp32 numbers of a chunk when decay is by head: that since the start for minus keys and for queries,
-that until the end for keys, each [64] and with what makes a unit vector of a row, and what the
+"""fp32 numbers of a chunk when decay is by head: that since the start, for minus keys and for
+queries, that until the end for keys, each [64] and with what makes a unit vector of a row; what the
 chunk leaves of a state."""
 
 

@@ -62,8 +62,8 @@ def delta_prefill(
     heads, v_dim = v.shape[1:]
     key_heads, k_dim = k.shape[1:]
     by_channel = decay.ndim == 3
-    q, k, v = _aligned(q), _aligned(k), _aligned(v)
-    decay = _aligned(decay) if by_channel else decay
+    q, k, v = lined_up(q), lined_up(k), lined_up(v)
+    decay = lined_up(decay) if by_channel else decay
     narrow = v.dtype == torch.bfloat16  # fp16 has not the range
     bound = gate.lower_bound
     shape: dict[str, Any] = {
@@ -102,7 +102,7 @@ def delta_prefill(
     return o
 
 
-def _aligned(x: torch.Tensor) -> torch.Tensor:
+def lined_up(x: torch.Tensor) -> torch.Tensor:
     """x [T, ...], or a copy if its tokens lie anywhere: kernels are compiled for one of the two."""
     if x.data_ptr() % ALIGNED or x.stride(0) * x.itemsize % ALIGNED:
         return x.clone(memory_format=torch.contiguous_format)
