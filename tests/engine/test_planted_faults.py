@@ -12,7 +12,8 @@ from tests.engine.machine import HostTower, LongAnswers, explore
 from tests.engine.planted import FAULTS, IN_ANSWERS, Fault
 
 BY_NAME = {fault.__name__: fault for faults in FAULTS.values() for fault in faults}
-SEEDS = range(14)
+SEEDS = (6, 8, 4, 0, 1, 2, 3, 5, 7, *range(9, 14))
+"""The first three find most of them today."""
 
 ELSEWHERE = {"asleep_means_all_free"}
 """Invariants of features that this tower does not have yet."""
