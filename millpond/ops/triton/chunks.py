@@ -28,13 +28,17 @@ from millpond.ops.reference.delta import CHUNK, NORM_EPS, Gate
 from millpond.ops.triton.choices import chunk_choice
 from millpond.ops.triton.chunk_prepare import LOWEST_AROUND_MIDDLE, PAIRS, SCALES, _prepare
 from millpond.ops.triton.chunk_recur import _recur
-from millpond.ops.triton.shared import LAUNCH, no_report, power_of_two, slot_stride, token_stride
+from millpond.ops.triton.shared import (
+    LAUNCH,
+    aligned,
+    no_report,
+    power_of_two,
+    slot_stride,
+    token_stride,
+)
 
 SMALLEST_TILE = 16
 """Matrix products need at least this many rows, columns and terms."""
-
-ALIGNED = 16
-"""Bytes that one thread copies at once: tokens' tiles begin at multiples of it."""
 
 
 def delta_prefill(
@@ -104,6 +108,4 @@ def delta_prefill(
 
 def lined_up(x: torch.Tensor) -> torch.Tensor:
     """x [T, ...], or a copy if its tokens lie anywhere: kernels are compiled for one of the two."""
-    if x.data_ptr() % ALIGNED or x.stride(0) * x.itemsize % ALIGNED:
-        return x.clone(memory_format=torch.contiguous_format)
-    return x
+    return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
