@@ -117,4 +117,4 @@ class Embedding:
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """[M, hidden] -> [M, vocab] fp32, the product in the model's dtype."""
-        return self.ops.linear(hidden, self.head).float()
+        return self.ops.linear_float(hidden, self.head)

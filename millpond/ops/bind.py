@@ -44,6 +44,7 @@ class Bound:
     """The ops of a device, chosen. Signatures and meaning: `millpond.ops.reference`."""
 
     linear: Op
+    linear_float: Op
     linear_parts: Op
     norm_linear: Pair
     linear_swiglu: Op

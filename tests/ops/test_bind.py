@@ -83,7 +83,7 @@ def test_what_cannot_serve_is_refused_with_every_backends_reason(choice: dict[st
 
 def test_an_op_that_nobody_has_is_refused_by_name() -> None:
     partial = backend("partial", 1, {"linear": fast})
-    with pytest.raises(Refused, match=r"'linear_parts'.*partial: lacks it"):
+    with pytest.raises(Refused, match=r"'linear_float'.*partial: lacks it"):
         bind(CPU, among=[partial])
 
 

@@ -119,6 +119,7 @@ def with_products(ops: Bound, kind: str) -> Bound:
     return replace(
         ops,
         **replaced,
+        linear_float=lambda x, weight: multiply(x, weight).float(),
         linear_parts=linear_parts,
         norm_linear=norm_linear,
         linear_swiglu=linear_swiglu,

@@ -36,6 +36,7 @@ BACKEND = Backend(
     export_granularity=delta.EXPORT_GRANULARITY,
     ops={
         "linear": linear.linear,
+        "linear_float": fused.linear_float,
         "linear_parts": fused.linear_parts,
         "norm_linear": fused.norm_linear,
         "linear_swiglu": fused.linear_swiglu,

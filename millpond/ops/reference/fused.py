@@ -13,6 +13,11 @@ from millpond.ops.reference import dense
 from millpond.ops.reference.linear import linear
 
 
+def linear_float(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [T, K] @ weight [N, K] transposed, rounded to the dtype of `x`, as fp32 [T, N]."""
+    return linear(x, weight).float()
+
+
 def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, K] @ weight [N, K] transposed, in parts [S, T, N]: here one."""
     return linear(x, weight)[None]

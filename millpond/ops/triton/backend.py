@@ -26,6 +26,7 @@ _OPS = {
     "products": (
         "linear",
         "linear_by_head",
+        "linear_float",
         "linear_parts",
         "norm_linear",
         "linear_swiglu",

@@ -62,10 +62,16 @@ class WideChoice:
     ahead_bytes: int = 20 << 20
 
 
-WIDE = WideChoice(64, 64, 4, 5, 160)
+WIDE, HEAD = WideChoice(64, 64, 4, 5, 160), WideChoice(128, 64, 4, 4, 1)
+"""With some thousands of outputs, and with a vocabulary of them."""
+
+MANY_OUTPUTS = 65536
 
 WIDE_TOKENS = 0
 """Products of at most so many tokens, and more than `THIN_TOKENS`, are wide."""
+
+HEAD_TOKENS = 64
+"""The same of logits, which are fp32 in the end: a product by itself would be written twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +121,14 @@ def thin_choice(x: torch.Tensor, weight: torch.Tensor) -> ThinChoice | None:
     return SPARSE if weight.shape[0] < SPARSE_OUTPUTS else ONE
 
 
-def wide_choice(x: torch.Tensor, weight: torch.Tensor) -> WideChoice | None:
+def wide_choice(
+    x: torch.Tensor, weight: torch.Tensor, most: int | None = None
+) -> WideChoice | None:
     """How x [T, ...] meets weight [N, K] in a wide product, or None: it should not."""
-    few = x.shape[0] > WIDE_TOKENS or x.shape[0] <= THIN_TOKENS
-    if few or x.dtype != torch.bfloat16 or not _hopper(x.device):
+    tokens, most = x.shape[0], WIDE_TOKENS if most is None else most
+    if not THIN_TOKENS < tokens <= most or x.dtype != torch.bfloat16 or not _hopper(x.device):
         return None
-    return WIDE
+    return HEAD if weight.shape[0] >= MANY_OUTPUTS else WIDE
 
 
 ROOMY = frozenset({(9, 0), (10, 0), (10, 3)})

@@ -14,7 +14,7 @@ from torch.nn import functional
 from millpond.ops.reference import linear as reference
 from millpond.ops.triton import thin
 from millpond.ops.triton.elementwise import swiglu
-from millpond.ops.triton.layer_choices import thin_choice, wide_choice
+from millpond.ops.triton.layer_choices import HEAD_TOKENS, thin_choice, wide_choice
 from millpond.ops.triton.norms import add_norm, gated_rms_norm_sigmoid, gated_rms_norm_silu
 from millpond.ops.triton.shared import power_of_two
 
@@ -29,6 +29,15 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
         if wide := wide_choice(x, weight):
             return thin.wide_linear(x, weight, wide)
     return functional.linear(x, weight, bias)
+
+
+def linear_float(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """As the reference: one launch for some dozens of tokens, else two."""
+    if choice := thin_choice(x, weight):
+        return thin.thin_linear(x, weight, choice, dtype=torch.float32)
+    if wide := wide_choice(x, weight, HEAD_TOKENS):
+        return thin.wide_linear(x, weight, wide, dtype=torch.float32)
+    return linear(x, weight).float()
 
 
 def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -37,9 +37,11 @@ GATED_SILU = tl.constexpr(3)
 GATED_SIGMOID = tl.constexpr(4)
 
 
-def thin_linear(x: torch.Tensor, weight: torch.Tensor, choice: ThinChoice) -> torch.Tensor:
-    """x [T, K] @ weight [N, K] transposed -> [T, N]."""
-    return _launch(PLAIN, x, None, None, None, weight, choice)[0]
+def thin_linear(
+    x: torch.Tensor, weight: torch.Tensor, choice: ThinChoice, *, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """x [T, K] @ weight [N, K] transposed -> [T, N], rounded to the dtype of `x`, in `dtype`."""
+    return _launch(PLAIN, x, None, None, None, weight, choice, dtype=dtype)[0]
 
 
 def thin_linear_swiglu(
@@ -104,10 +106,14 @@ def wide_linear(
     *,
     swiglu: bool = False,
     limit: float | None = None,
+    dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """x [T, K] @ weight [N, K] transposed -> [T, N], or `swiglu` of its halves [T, N / 2]."""
+    """x [T, K] @ weight [N, K] transposed -> [T, N], or `swiglu` of its halves [T, N / 2].
+
+    Rounded to the dtype of `x`, in `dtype`.
+    """
     outputs = weight.shape[0] // 2 if swiglu else weight.shape[0]
-    out = torch.empty((x.shape[0], outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((x.shape[0], outputs), dtype=dtype or x.dtype, device=x.device)
     _launch_wide(x, weight, out, 1, choice, swiglu, limit)
     return out
 
@@ -159,11 +165,12 @@ def _launch(
     head: int = 1,
     swiglu: bool = False,
     limit: float | None = None,
+    dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The product, and x + y where there is a y."""
     tokens, inner = x.shape
     outputs = weight.shape[0] // 2 if swiglu else weight.shape[0]
-    out = torch.empty((tokens, outputs), dtype=x.dtype, device=x.device)
+    out = torch.empty((tokens, outputs), dtype=dtype or x.dtype, device=x.device)
     total = x if y is None else torch.empty((tokens, inner), dtype=x.dtype, device=x.device)
     step = max(choice.step, head)
     ahead = choice.ahead_bytes // (weight.shape[0] * step * weight.itemsize)
@@ -227,10 +234,9 @@ def _input(
 def _output(
     acc, other, squares, out, token, n, count, eps,
     K: tl.constexpr, N: tl.constexpr, NORMED: tl.constexpr, SWIGLU: tl.constexpr,
-    LIMIT: tl.constexpr,
+    LIMIT: tl.constexpr, KEPT: tl.constexpr,
 ):  # fmt: skip
     """The sums of one token, scaled, activated and stored."""
-    KEPT: tl.constexpr = out.dtype.element_ty
     unit = 1.0
     if NORMED:
         unit = tl.rsqrt(tl.sum(squares, 0) / K + eps)
@@ -238,6 +244,7 @@ def _output(
     if SWIGLU:
         up = rounded(tl.sum(other, 1) * unit, KEPT).to(tl.float32)
         found = bounded_swiglu(found.to(tl.float32), up, LIMIT, KEPT)
+    found = found.to(out.dtype.element_ty)
     tl.store(out + token * N + n, found, mask=n < tl.where(count > token, N, 0))
 
 
@@ -252,7 +259,7 @@ def _few(
 
     An accumulator for each place of a step: lanes add up among themselves once, at the end.
     """
-    KEPT: tl.constexpr = out.dtype.element_ty
+    KEPT: tl.constexpr = x.dtype.element_ty
     NORMED: tl.constexpr = (KIND == NORM) | (KIND == ZERO_CENTRED)
     n = tl.program_id(0) * BN + tl.arange(0, BN)
     rows = weight + n.to(tl.int64)[:, None] * K
@@ -328,12 +335,12 @@ def _few(
             acc3 += w * value[None, :]
             if SWIGLU:
                 other3 += u * value[None, :]
-    _output(acc0, other0, squares0, out, 0, n, count, eps, K, N, NORMED, SWIGLU, LIMIT)
+    _output(acc0, other0, squares0, out, 0, n, count, eps, K, N, NORMED, SWIGLU, LIMIT, KEPT)
     if TOKENS > 1:
-        _output(acc1, other1, squares1, out, 1, n, count, eps, K, N, NORMED, SWIGLU, LIMIT)
+        _output(acc1, other1, squares1, out, 1, n, count, eps, K, N, NORMED, SWIGLU, LIMIT, KEPT)
     if TOKENS > 2:
-        _output(acc2, other2, squares2, out, 2, n, count, eps, K, N, NORMED, SWIGLU, LIMIT)
-        _output(acc3, other3, squares3, out, 3, n, count, eps, K, N, NORMED, SWIGLU, LIMIT)
+        _output(acc2, other2, squares2, out, 2, n, count, eps, K, N, NORMED, SWIGLU, LIMIT, KEPT)
+        _output(acc3, other3, squares3, out, 3, n, count, eps, K, N, NORMED, SWIGLU, LIMIT, KEPT)
 
 
 @live
@@ -379,8 +386,9 @@ def _wide(
             other += product(u, tl.trans(value), KEPT, "tf32x3")
     place = (tl.program_id(1).to(tl.int64) * count + token)[None, :] * N + n[:, None]
     here = (n < N)[:, None] & (token < count)[None, :]
-    if SWIGLU:
+    if SPLITS == 1:
         acc = rounded(acc, KEPT).to(tl.float32)
+    if SWIGLU:
         other = rounded(other, KEPT).to(tl.float32)
         acc = bounded_swiglu(acc, other, LIMIT, KEPT).to(tl.float32)
     tl.store(out + place, rounded(acc, out.dtype.element_ty), mask=here)

@@ -43,6 +43,8 @@ def test_a_thin_product_is_the_product_and_no_row_depends_on_another(
         torch.testing.assert_close(found.cpu(), linear(x, weight), **within("products", dtype))
         some = kernels.thin_linear(on(device, x)[-1:], weight.to(device), choice)
         assert equal_bytes(some.cpu(), found[-1:].cpu())
+        full = kernels.thin_linear(on(device, x), weight.to(device), choice, dtype=torch.float32)
+        assert equal_bytes(full.cpu(), found.float().cpu())
     nothing = kernels.thin_linear(x[:0].to(device), weight.to(device), choice)
     assert nothing.shape == (0, outputs)
 
@@ -119,6 +121,8 @@ def test_a_wide_product_is_the_product_whole_or_in_parts(
     expected = linear(x, weight)
     found = kernels.wide_linear(on(device, x), there, choice)
     torch.testing.assert_close(found.cpu(), expected, **within("products", dtype))
+    full = kernels.wide_linear(on(device, x), there, choice, dtype=torch.float32)
+    assert equal_bytes(full.cpu(), found.float().cpu())
     alone = kernels.wide_linear(on(device, x)[-3:], there, choice)
     if device.type == "cpu":
         assert equal_bytes(alone.cpu(), found[-3:].cpu())
