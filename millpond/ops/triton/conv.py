@@ -37,7 +37,7 @@ def conv_prefill(
 ) -> torch.Tensor:
     """As the reference. Two launches: outputs, then windows (a row may write what it read)."""
     choice = conv_choice(x.device)
-    channels, width = _sizes(weight)
+    channels, shape = weight.shape[0], conv_shape(weight, bank)
     y = torch.empty((x.shape[0], channels), dtype=x.dtype, device=x.device)
     count, exports = rows.num_rows, rows.export_slot.shape[0]
     report = report_for(count + exports, x.device)
@@ -46,15 +46,16 @@ def conv_prefill(
             (triton.cdiv(channels, choice.channels), x.shape[0] // choice.tokens + count)
         ](
             x, y, weight, bank, rows.cu_seqlens, rows.state_in, count,
-            token_stride(x), slot_stride(bank),
-            C=channels, W=width, TAPS=TAPS, BT=choice.tokens, BC=choice.channels,
+            token_stride(x), bank.stride(0),
+            C=channels, **shape, BT=choice.tokens, BC=choice.channels,
             ALIGNED=aligned(x, y), num_warps=choice.warps, **UNFUSED,
         )  # fmt: skip
         _windows[(count + exports, triton.cdiv(channels, choice.row_channels))](
             x, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
             rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
-            token_stride(x), slot_stride(bank),
-            C=channels, HISTORY=width - 1, PLACES=power_of_two(width - 1), BC=choice.row_channels,
+            token_stride(x), bank.stride(0),
+            C=channels, OLD_C=shape["OLD_C"], OLD_W=shape["OLD_W"], HISTORY=shape["W"] - 1,
+            PLACES=power_of_two(shape["W"] - 1), BC=choice.row_channels,
             num_warps=choice.row_warps, **UNFUSED,
         )  # fmt: skip
     rows.written.record(*report)
@@ -66,7 +67,7 @@ def conv_decode(
 ) -> torch.Tensor:
     """As `conv_prefill` in one launch: a program is a row's channels, all tokens one by one."""
     choice = conv_choice(x.device)
-    channels, width = _sizes(weight)
+    channels, shape = weight.shape[0], conv_shape(weight, bank)
     y = torch.empty((x.shape[0], channels), dtype=x.dtype, device=x.device)
     count, exports = rows.num_rows, rows.export_slot.shape[0]
     report = report_for(count + exports, x.device)
@@ -74,8 +75,8 @@ def conv_decode(
         _decode[(triton.cdiv(channels, choice.row_channels), count)](
             x, y, weight, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
             rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
-            token_stride(x), slot_stride(bank),
-            C=channels, W=width, TAPS=TAPS, BC=choice.row_channels, ALIGNED=aligned(x, y),
+            token_stride(x), bank.stride(0),
+            C=channels, **shape, BC=choice.row_channels, ALIGNED=aligned(x, y),
             num_warps=choice.row_warps, **UNFUSED,
         )  # fmt: skip
     rows.written.record(*report)
@@ -92,7 +93,7 @@ def conv_verify(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference, in one launch; only places that hold a token are written."""
     choice = conv_choice(x.device)
-    channels, width = _sizes(weight)
+    channels, shape = weight.shape[0], conv_shape(weight, bank)
     count, most = rows.num_rows, rows.width - 1
     y = torch.empty((x.shape[0], channels), dtype=x.dtype, device=x.device)
     old_y = torch.empty((count, most, channels), dtype=x.dtype, device=x.device)
@@ -102,33 +103,77 @@ def conv_verify(
             x, y, old_y, weight, bank, ring, rows.state_in, rows.state_out, rows.base,
             rows.pending, rows.num_drafts, rows.parity, rows.seats,
             rows.export_end, rows.export_slot, report, count,
-            token_stride(x), slot_stride(bank), slot_stride(ring),
-            C=channels, W=width, TAPS=TAPS, MOST=most, BC=choice.row_channels,
+            token_stride(x), bank.stride(0), slot_stride(ring),
+            C=channels, **shape, MOST=most, BC=choice.row_channels,
             ALIGNED=aligned(x, y, ring), num_warps=choice.row_warps, **UNFUSED,
         )  # fmt: skip
     rows.written.record(*report)
     return old_y, y
 
 
-def _sizes(weight: torch.Tensor) -> tuple[int, int]:
-    """Channels, and tokens that an output sees."""
-    channels, width = weight.shape
+def conv_shape(weight: torch.Tensor, bank: torch.Tensor) -> dict[str, int]:
+    """What kernels specialise on: tokens that an output sees, and steps in memory from one channel
+    to the next and from one tap or place to the next. Loads are wide where channels lie together.
+    """
+    width = weight.shape[1]
     if width > TAPS:
         raise ValueError(f"a convolution over {width} tokens: the kernels go up to {TAPS}")
-    return channels, width
+    return {
+        "W": width,
+        "TAP_C": weight.stride(0),
+        "TAP_W": weight.stride(1),
+        "OLD_C": bank.stride(1),
+        "OLD_W": bank.stride(2),
+    }
 
 
 @triton.jit
-def _load_taps(weight, c, C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr):
-    """The factors [BC] of four taps, oldest first; one 16-byte load of each channel."""
-    tap = tl.arange(0, TAPS)[None, :] - (TAPS - W)
-    factors = tl.load(
-        weight + c[:, None] * W + tap, mask=(c < C)[:, None] & (tap >= 0), other=0.0
-    ).to(tl.float32)
-    even, odd = tl.split(tl.reshape(factors, (c.shape[0], 2, 2)))
-    first, third = tl.split(even)
-    second, fourth = tl.split(odd)
-    return first, second, third, fourth
+def tap(
+    weight, c, n, size, BACK: tl.constexpr,
+    W: tl.constexpr, TAP_C: tl.constexpr, TAP_W: tl.constexpr,
+):  # fmt: skip
+    """The factor of the input `BACK` tokens ago, of channels c where n < size."""
+    if BACK < W:
+        at = weight + c * TAP_C + (W - 1 - BACK) * TAP_W
+        factor = tl.load(at, mask=n < size, other=0.0).to(tl.float32)
+    else:
+        factor = (n * 0).to(tl.float32)
+    return factor
+
+
+@triton.jit
+def old_input(
+    bank, slot, c, n, stride, size, BACK: tl.constexpr,
+    W: tl.constexpr, OLD_C: tl.constexpr, OLD_W: tl.constexpr,
+):  # fmt: skip
+    """The slot's input `BACK` tokens before its end, of channels c where n < size; zero where there
+    is none."""
+    if BACK < W:
+        at = bank + tl.maximum(slot, 0) * stride + c * OLD_C + (W - 1 - BACK) * OLD_W
+        value = tl.load(at, mask=n < tl.where(slot >= 0, size, 0), other=0.0)
+    else:
+        value = (n * 0).to(bank.dtype.element_ty)
+    return value
+
+
+@triton.jit
+def keep_inputs(
+    bank, slot, x2, x1, x0, c, n, stride, size,
+    W: tl.constexpr, OLD_C: tl.constexpr, OLD_W: tl.constexpr,
+):  # fmt: skip
+    """The last three inputs, as many as a slot keeps, unless there is none.
+
+    Every thread has read what it needs of that slot before any overwrites it.
+    """
+    tl.debug_barrier()
+    at = bank + tl.maximum(slot, 0) * stride + c * OLD_C
+    there = n < tl.where(slot >= 0, size, 0)
+    if W >= 4:
+        tl.store(at + (W - 4) * OLD_W, x2.to(bank.dtype.element_ty), mask=there)
+    if W >= 3:
+        tl.store(at + (W - 3) * OLD_W, x1.to(bank.dtype.element_ty), mask=there)
+    if W >= 2:
+        tl.store(at + (W - 2) * OLD_W, x0.to(bank.dtype.element_ty), mask=there)
 
 
 @triton.jit
@@ -150,34 +195,6 @@ def _store_channels(at, value, c, C, ALIGNED: tl.constexpr):
 
 
 @triton.jit
-def _load_window(bank, slot, c, back, bank_stride, C: tl.constexpr, HISTORY: tl.constexpr):
-    """The slot's input `back` tokens before its end [BC], zero where there is none."""
-    return tl.load(
-        bank + tl.maximum(slot, 0) * bank_stride + c * HISTORY + (HISTORY - back),
-        mask=c < tl.where((slot >= 0) & (back <= HISTORY), C, 0),
-        other=0.0,
-    )
-
-
-@triton.jit
-def _save_window(
-    bank, slot, x2, x1, x0, c, bank_stride, C: tl.constexpr, HISTORY: tl.constexpr
-):  # fmt: skip
-    """The last three inputs [BC], as many as a slot keeps, unless there is none.
-
-    Every thread has read what it needs of that slot before any overwrites it.
-    """
-    tl.debug_barrier()
-    at = bank + tl.maximum(slot, 0) * bank_stride + c * HISTORY
-    there = c < tl.where(slot >= 0, C, 0)
-    if HISTORY >= 3:
-        tl.store(at + (HISTORY - 3), x2.to(bank.dtype.element_ty), mask=there)
-    if HISTORY >= 2:
-        tl.store(at + (HISTORY - 2), x1.to(bank.dtype.element_ty), mask=there)
-    tl.store(at + (HISTORY - 1), x0.to(bank.dtype.element_ty), mask=there)
-
-
-@triton.jit
 def convolved(w3, w2, w1, w0, x3, x2, x1, x0):
     """silu of the taps' sum [BC], oldest first, in fp32."""
     total = w3 * x3.to(tl.float32)
@@ -190,7 +207,8 @@ def convolved(w3, w2, w1, w0, x3, x2, x1, x0):
 @kernel
 def _outputs(
     x, y, weight, bank, cu_seqlens, state_in, num_rows, x_stride, bank_stride,
-    C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, TAP_C: tl.constexpr, TAP_W: tl.constexpr,
+    OLD_C: tl.constexpr, OLD_W: tl.constexpr, BT: tl.constexpr, BC: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """BT tokens of one row by BC channels, four tokens at a time."""
@@ -205,14 +223,17 @@ def _outputs(
         if start == 0:
             slot = tl.load(state_in + row).to(tl.int64)
             kind = x.dtype.element_ty
-            x3 = _load_window(bank, slot, c, 3, bank_stride, C, W - 1).to(kind)
-            x2 = _load_window(bank, slot, c, 2, bank_stride, C, W - 1).to(kind)
-            x1 = _load_window(bank, slot, c, 1, bank_stride, C, W - 1).to(kind)
+            x3 = old_input(bank, slot, c, c, bank_stride, C, 3, W, OLD_C, OLD_W).to(kind)
+            x2 = old_input(bank, slot, c, c, bank_stride, C, 2, W, OLD_C, OLD_W).to(kind)
+            x1 = old_input(bank, slot, c, c, bank_stride, C, 1, W, OLD_C, OLD_W).to(kind)
         else:
             x3 = _load_channels(tokens + (start - 3) * x_stride, c, C, ALIGNED)
             x2 = _load_channels(tokens + (start - 2) * x_stride, c, C, ALIGNED)
             x1 = _load_channels(tokens + (start - 1) * x_stride, c, C, ALIGNED)
-        w3, w2, w1, w0 = _load_taps(weight, c, C, W, TAPS)
+        w3 = tap(weight, c, c, C, 3, W, TAP_C, TAP_W)
+        w2 = tap(weight, c, c, C, 2, W, TAP_C, TAP_W)
+        w1 = tap(weight, c, c, C, 1, W, TAP_C, TAP_W)
+        w0 = tap(weight, c, c, C, 0, W, TAP_C, TAP_W)
         for at in range(start, tl.minimum(start + BT, length), 4):
             here = tokens + at * x_stride
             in_b = _there(1, at, length, C)
@@ -250,15 +271,16 @@ def _some(c, condition, C: tl.constexpr):
 
 @triton.jit
 def _input(
-    x, bank, slot, place, c, here, x_stride, bank_stride, C: tl.constexpr, HISTORY: tl.constexpr
-):
+    x, bank, slot, place, c, here, x_stride, bank_stride, C: tl.constexpr, HISTORY: tl.constexpr,
+    OLD_C: tl.constexpr, OLD_W: tl.constexpr,
+):  # fmt: skip
     """Inputs of one row at `place`, counted from the row's first token at x; before it, the slot's.
 
     `place` and `c` broadcast to one tile; `here` masks it. In the dtype of x.
     """
     value = tl.load(x + place * x_stride + c, mask=here & _some(c, place >= 0, C), other=0.0)
     old = tl.load(
-        bank + tl.maximum(slot, 0) * bank_stride + c * HISTORY + place + HISTORY,
+        bank + tl.maximum(slot, 0) * bank_stride + c * OLD_C + (place + HISTORY) * OLD_W,
         mask=here & _some(c, (place < 0) & (slot >= 0), C),
         other=0.0,
     )
@@ -267,15 +289,16 @@ def _input(
 
 @triton.jit
 def _store_window(
-    bank, slot, window, c, step, here, bank_stride, C: tl.constexpr, HISTORY: tl.constexpr
-):
+    bank, slot, window, c, step, here, bank_stride, C: tl.constexpr, HISTORY: tl.constexpr,
+    OLD_C: tl.constexpr, OLD_W: tl.constexpr,
+):  # fmt: skip
     """window [BC, places] into a slot, unless there is none.
 
     Every thread has read what it needs of that slot before any overwrites it.
     """
     tl.debug_barrier()
     tl.store(
-        bank + tl.maximum(slot, 0) * bank_stride + c * HISTORY + step,
+        bank + tl.maximum(slot, 0) * bank_stride + c * OLD_C + step * OLD_W,
         window.to(bank.dtype.element_ty),
         mask=here & _some(c, slot >= 0, C),
     )
@@ -285,7 +308,8 @@ def _store_window(
 def _windows(
     x, bank, cu_seqlens, state_in, state_out, export_row, export_offset, export_slot, report,
     num_rows, num_exports, x_stride, bank_stride,
-    C: tl.constexpr, HISTORY: tl.constexpr, PLACES: tl.constexpr, BC: tl.constexpr,
+    C: tl.constexpr, OLD_C: tl.constexpr, OLD_W: tl.constexpr, HISTORY: tl.constexpr,
+    PLACES: tl.constexpr, BC: tl.constexpr,
 ):  # fmt: skip
     """The window of one row or export. An export that needs the old window is its row's business:
     the row may overwrite it."""
@@ -309,15 +333,28 @@ def _windows(
                     if reached:
                         window = _input(
                             tokens, bank, slot, offset - HISTORY + step, c, here, x_stride,
-                            bank_stride, C, HISTORY,
+                            bank_stride, C, HISTORY, OLD_C, OLD_W,
                         )  # fmt: skip
-                        _store_window(bank, to, window, c, step, here, bank_stride, C, HISTORY)
+                        _store_window(
+                            bank, to, window, c, step, here, bank_stride, C, HISTORY, OLD_C, OLD_W
+                        )
                     told(report, num_rows + e, of, to, offset, reached, first)
         to = tl.load(state_out + target).to(tl.int64)
         window = _input(
-            tokens, bank, slot, length - HISTORY + step, c, here, x_stride, bank_stride, C, HISTORY
+            tokens,
+            bank,
+            slot,
+            length - HISTORY + step,
+            c,
+            here,
+            x_stride,
+            bank_stride,
+            C,
+            HISTORY,
+            OLD_C,
+            OLD_W,
         )
-        _store_window(bank, to, window, c, step, here, bank_stride, C, HISTORY)
+        _store_window(bank, to, window, c, step, here, bank_stride, C, HISTORY, OLD_C, OLD_W)
         told(report, target, of, to, length, True, first)
     else:
         e = target - num_rows
@@ -330,9 +367,11 @@ def _windows(
             if reached:
                 window = _input(
                     x + begin * x_stride, bank, to, offset - HISTORY + step, c, here, x_stride,
-                    bank_stride, C, HISTORY,
+                    bank_stride, C, HISTORY, OLD_C, OLD_W,
                 )  # fmt: skip
-                _store_window(bank, to, window, c, step, here, bank_stride, C, HISTORY)
+                _store_window(
+                    bank, to, window, c, step, here, bank_stride, C, HISTORY, OLD_C, OLD_W
+                )
             told(report, target, of, to, offset, reached, first)
 
 
@@ -352,7 +391,8 @@ def _early_exports(export_row, export_offset, num_exports, row, HISTORY: tl.cons
 def _decode(
     x, y, weight, bank, cu_seqlens, state_in, state_out, export_row, export_offset, export_slot,
     report, num_rows, num_exports, x_stride, bank_stride,
-    C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, TAP_C: tl.constexpr, TAP_W: tl.constexpr,
+    OLD_C: tl.constexpr, OLD_W: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """All tokens of one row by BC channels, and its windows."""
     row = tl.program_id(1)
@@ -365,10 +405,13 @@ def _decode(
     to = tl.load(state_out + row).to(tl.int64)
     kind = x.dtype.element_ty
     coming = _load_channels(x + begin * x_stride, c, tl.where(length > 0, C, 0), ALIGNED)
-    x3 = _load_window(bank, slot, c, 3, bank_stride, C, W - 1).to(kind)
-    x2 = _load_window(bank, slot, c, 2, bank_stride, C, W - 1).to(kind)
-    x1 = _load_window(bank, slot, c, 1, bank_stride, C, W - 1).to(kind)
-    w3, w2, w1, w0 = _load_taps(weight, c, C, W, TAPS)
+    x3 = old_input(bank, slot, c, c, bank_stride, C, 3, W, OLD_C, OLD_W).to(kind)
+    x2 = old_input(bank, slot, c, c, bank_stride, C, 2, W, OLD_C, OLD_W).to(kind)
+    x1 = old_input(bank, slot, c, c, bank_stride, C, 1, W, OLD_C, OLD_W).to(kind)
+    w3 = tap(weight, c, c, C, 3, W, TAP_C, TAP_W)
+    w2 = tap(weight, c, c, C, 2, W, TAP_C, TAP_W)
+    w1 = tap(weight, c, c, C, 1, W, TAP_C, TAP_W)
+    w0 = tap(weight, c, c, C, 0, W, TAP_C, TAP_W)
     for step in range(length):
         at = begin + step
         x0 = coming
@@ -380,11 +423,11 @@ def _decode(
         for e in range(num_exports):
             offset = tl.load(export_offset + e).to(tl.int64)
             if (tl.load(export_row + e) == row) & (offset == step + 1):
-                _save_window(
-                    bank, tl.load(export_slot + e).to(tl.int64), x3, x2, x1, c, bank_stride, C,
-                    W - 1,
+                keep_inputs(
+                    bank, tl.load(export_slot + e).to(tl.int64), x3, x2, x1, c, c, bank_stride, C,
+                    W, OLD_C, OLD_W,
                 )  # fmt: skip
-    _save_window(bank, to, x3, x2, x1, c, bank_stride, C, W - 1)
+    keep_inputs(bank, to, x3, x2, x1, c, c, bank_stride, C, W, OLD_C, OLD_W)
     told(report, row, of, to, length, True, first)
     for e in range(num_exports):
         if tl.load(export_row + e) == row:
@@ -408,7 +451,8 @@ def _load_next(x, ring, step, replayed, end, c, x_stride, C: tl.constexpr, ALIGN
 def _verify(
     x, y, old_y, weight, bank, ring, state_in, state_out, base, pending, num_drafts, parity, seats,
     export_end, export_slot, report, num_rows, x_stride, bank_stride, ring_stride,
-    C: tl.constexpr, W: tl.constexpr, TAPS: tl.constexpr, MOST: tl.constexpr, BC: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, TAP_C: tl.constexpr, TAP_W: tl.constexpr,
+    OLD_C: tl.constexpr, OLD_W: tl.constexpr, MOST: tl.constexpr, BC: tl.constexpr,
     ALIGNED: tl.constexpr,
 ):  # fmt: skip
     """One verify row by BC channels: pending drafts, own tokens, the other ring bank, windows."""
@@ -430,10 +474,13 @@ def _verify(
         held = ring + seat * ring_stride + bank_of_ring * (MOST * C)
         left = ring + seat * ring_stride + (1 - bank_of_ring) * (MOST * C)
         coming = _load_next(tokens, held, 0, replayed, end, c, x_stride, C, ALIGNED)
-        x3 = _load_window(bank, slot, c, 3, bank_stride, C, W - 1).to(kind)
-        x2 = _load_window(bank, slot, c, 2, bank_stride, C, W - 1).to(kind)
-        x1 = _load_window(bank, slot, c, 1, bank_stride, C, W - 1).to(kind)
-        w3, w2, w1, w0 = _load_taps(weight, c, C, W, TAPS)
+        x3 = old_input(bank, slot, c, c, bank_stride, C, 3, W, OLD_C, OLD_W).to(kind)
+        x2 = old_input(bank, slot, c, c, bank_stride, C, 2, W, OLD_C, OLD_W).to(kind)
+        x1 = old_input(bank, slot, c, c, bank_stride, C, 1, W, OLD_C, OLD_W).to(kind)
+        w3 = tap(weight, c, c, C, 3, W, TAP_C, TAP_W)
+        w2 = tap(weight, c, c, C, 2, W, TAP_C, TAP_W)
+        w1 = tap(weight, c, c, C, 1, W, TAP_C, TAP_W)
+        w0 = tap(weight, c, c, C, 0, W, TAP_C, TAP_W)
         for step in range(end):
             x0 = coming
             coming = _load_next(tokens, held, step + 1, replayed, end, c, x_stride, C, ALIGNED)
@@ -448,9 +495,9 @@ def _verify(
                 _store_channels(left + (own - 1) * C, raw, c, C, ALIGNED)
             x3, x2, x1 = x2, x1, x0
             if own == 0:
-                _save_window(bank, to, x3, x2, x1, c, bank_stride, C, W - 1)
+                keep_inputs(bank, to, x3, x2, x1, c, c, bank_stride, C, W, OLD_C, OLD_W)
             if (own <= 0) & (step + 1 == passed):
-                _save_window(bank, export, x3, x2, x1, c, bank_stride, C, W - 1)
+                keep_inputs(bank, export, x3, x2, x1, c, c, bank_stride, C, W, OLD_C, OLD_W)
     reached = (passed >= 1) & (passed <= replayed + 1)
     told(report, row, 2 * num_rows, to, replayed + 1, seat >= 0, first)
     told(report, num_rows + row, 2 * num_rows, export, passed, (seat >= 0) & reached, first)

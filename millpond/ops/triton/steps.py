@@ -6,6 +6,9 @@ its weight. The first kernel makes it once, in fp32, a program of one warp a hea
 it and does nothing but what the state takes, so that its registers hold the state and most of its
 instructions are multiply-adds. Places of a verify row are its pending drafts, then its own tokens,
 without a gap. The functions are those of `conv` and `tokens`, and so are the bytes.
+
+Where kernels overlap, the first lets the second begin after its own wait: what earlier kernels
+wrote is then there for both, and the second loads states while the first is at work.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from millpond.ops.batch import RowSlots, VerifyRows
 from millpond.ops.reference.delta import NORM_EPS, Gate
 from millpond.ops.reference.steps import key_heads
 from millpond.ops.triton.choices import token_choice
-from millpond.ops.triton.conv import TAPS, convolved
+from millpond.ops.triton.conv import conv_shape, convolved, keep_inputs, old_input, tap
 from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap
 from millpond.ops.triton.shared import (
     UNFUSED,
@@ -58,7 +61,7 @@ def mix_decode(
 ) -> torch.Tensor:
     """As the reference; each launch tells what it wrote."""
     count, exports = rows.num_rows, rows.export_slot.shape[0]
-    shape = _layer_shape(x, weight, decay, bank)
+    shape = _layer_shape(x, decay, bank)
     made = _room(x.shape[0], x, shape)
     o = torch.empty((x.shape[0], shape["H"], shape["V"]), dtype=x.dtype, device=x.device)
     windows, states = (report_for(count + exports, x.device) for _ in range(2))
@@ -68,8 +71,9 @@ def mix_decode(
             rows.cu_seqlens, rows.state_in, rows.state_out,
             rows.export_row, rows.export_offset, rows.export_slot, windows, count, exports,
             gate.lower_bound or 0.0,
-            token_stride(x), token_stride(decay), token_stride(beta), slot_stride(window),
-            **shape, **_making(gate, x, weight, shape), num_warps=1, **UNFUSED, **overlap(x.device),
+            token_stride(x), token_stride(decay), token_stride(beta), window.stride(0),
+            **shape, **_making(gate, x, weight, window, shape),
+            num_warps=1, **UNFUSED, **overlap(x.device),
         )  # fmt: skip
         folding = _folding(shape, x.device)
         _fold_decode[(triton.cdiv(shape["V"], folding["BV"]), shape["H"], count)](
@@ -98,7 +102,7 @@ def mix_verify(
 ) -> torch.Tensor:
     """As the reference; how many tokens are folded is read on the device."""
     count, most = rows.num_rows, rows.width - 1
-    shape = _layer_shape(x, weight, decay, bank)
+    shape = _layer_shape(x, decay, bank)
     made = _room(count * (2 * most + 1), x, shape)
     o = torch.empty((x.shape[0], shape["H"], shape["V"]), dtype=x.dtype, device=x.device)
     windows, states = (report_for(2 * count, x.device) for _ in range(2))
@@ -108,10 +112,10 @@ def mix_verify(
             ring, ring_decay, ring_beta, rows.state_in, rows.state_out, rows.base,
             rows.pending, rows.num_drafts, rows.parity, rows.seats,
             rows.export_end, rows.export_slot, windows, count, gate.lower_bound or 0.0,
-            token_stride(x), token_stride(decay), token_stride(beta), slot_stride(window),
+            token_stride(x), token_stride(decay), token_stride(beta), window.stride(0),
             slot_stride(ring), slot_stride(ring_decay), slot_stride(ring_beta),
             MOST=most, STEPS=min(power_of_two(2 * most + 1), 4), **shape,
-            **_making(gate, x, weight, shape), num_warps=1, **UNFUSED, **overlap(x.device),
+            **_making(gate, x, weight, window, shape), num_warps=1, **UNFUSED, **overlap(x.device),
         )  # fmt: skip
         folding = _folding(shape, x.device)
         _fold_verify[(triton.cdiv(shape["V"], folding["BV"]), shape["H"], count)](
@@ -126,15 +130,9 @@ def mix_verify(
     return o
 
 
-def _layer_shape(
-    x: torch.Tensor, weight: torch.Tensor, decay: torch.Tensor, bank: torch.Tensor
-) -> dict[str, Any]:
+def _layer_shape(x: torch.Tensor, decay: torch.Tensor, bank: torch.Tensor) -> dict[str, Any]:
     """What both kernels specialise on, all of it the model's."""
     heads, v_dim, k_dim = bank.shape[1:]
-    if weight.shape[1] > TAPS:
-        raise ValueError(
-            f"a convolution over {weight.shape[1]} tokens: the kernels go up to {TAPS}"
-        )
     return {
         "H": heads,
         "HK": key_heads(x.shape[1], bank),
@@ -151,14 +149,18 @@ def _parts(shape: dict[str, Any]) -> int:
 
 
 def _making(
-    gate: Gate, x: torch.Tensor, weight: torch.Tensor, shape: dict[str, Any]
+    gate: Gate,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    window: torch.Tensor,
+    shape: dict[str, Any],
 ) -> dict[str, Any]:
     """What the first kernel specialises on besides."""
     whole = shape["K"] % 16 == 0 and shape["V"] % 16 == 0
     return {
         "VSPAN": max(power_of_two(shape["V"]) // 4, 1),
         "C": x.shape[1],
-        "W": weight.shape[1],
+        **conv_shape(weight, window),
         "BOUNDED": gate.lower_bound is not None,
         "ALIGNED": aligned(x) and whole,
         "EPS": NORM_EPS,
@@ -192,44 +194,6 @@ def _room(places: int, x: torch.Tensor, shape: dict[str, Any]) -> tuple[torch.Te
 
 
 @triton.jit
-def _tap(weight, c, n, SIZE: tl.constexpr, BACK: tl.constexpr, W: tl.constexpr):
-    """The factor of the input `BACK` tokens ago, of channels c where n < SIZE."""
-    if BACK < W:
-        factor = tl.load(weight + c * W + (W - 1 - BACK), mask=n < SIZE, other=0.0).to(tl.float32)
-    else:
-        factor = tl.zeros_like(n).to(tl.float32)
-    return factor
-
-
-@triton.jit
-def _held(window, slot, c, n, stride, SIZE: tl.constexpr, BACK: tl.constexpr, W: tl.constexpr):
-    """The slot's input `BACK` tokens before its end; zero where there is none."""
-    at = window + tl.maximum(slot, 0) * stride + c * (W - 1) + (W - 1 - BACK)
-    if BACK < W:
-        value = tl.load(at, mask=n < tl.where(slot >= 0, SIZE, 0), other=0.0)
-    else:
-        value = tl.zeros_like(n).to(window.dtype.element_ty)
-    return value
-
-
-@triton.jit
-def _keep_window(window, slot, x2, x1, x0, c, n, stride, SIZE: tl.constexpr, W: tl.constexpr):
-    """The last inputs, as many as a slot keeps, unless there is none.
-
-    Every thread has read what it needs of that slot before any overwrites it.
-    """
-    tl.debug_barrier()
-    at = window + tl.maximum(slot, 0) * stride + c * (W - 1)
-    there = n < tl.where(slot >= 0, SIZE, 0)
-    if W >= 4:
-        tl.store(at + (W - 4), x2.to(window.dtype.element_ty), mask=there)
-    if W >= 3:
-        tl.store(at + (W - 3), x1.to(window.dtype.element_ty), mask=there)
-    if W >= 2:
-        tl.store(at + (W - 2), x0.to(window.dtype.element_ty), mask=there)
-
-
-@triton.jit
 def _load_raw(at, c, n, there, ALIGNED: tl.constexpr):
     """Channels c of one token, where n < there."""
     places = at + c
@@ -257,20 +221,21 @@ def _make_vectors(
     x, ring_from, ring_to, out, out_stride, factor, weight, window, slot, to, export,
     replayed, end, passed, row, export_row, export_offset, export_slot, num_exports,
     c, n, x_stride, window_stride,
-    C: tl.constexpr, W: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, TAP_C: tl.constexpr, TAP_W: tl.constexpr,
+    OLD_C: tl.constexpr, OLD_W: tl.constexpr, SIZE: tl.constexpr, UNIT: tl.constexpr,
     VERIFY: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
     """Channels c of all tokens of a row after the convolution, to unit length times `factor` if
     they are a key's or a query's; the windows, and what drafts leave in the ring."""
     kind = x.dtype.element_ty
     coming = _load_input(x, ring_from, 0, replayed, end, c, n, x_stride, C, SIZE, ALIGNED)
-    x3 = _held(window, slot, c, n, window_stride, SIZE, 3, W).to(kind)
-    x2 = _held(window, slot, c, n, window_stride, SIZE, 2, W).to(kind)
-    x1 = _held(window, slot, c, n, window_stride, SIZE, 1, W).to(kind)
-    w3 = _tap(weight, c, n, SIZE, 3, W)
-    w2 = _tap(weight, c, n, SIZE, 2, W)
-    w1 = _tap(weight, c, n, SIZE, 1, W)
-    w0 = _tap(weight, c, n, SIZE, 0, W)
+    x3 = old_input(window, slot, c, n, window_stride, SIZE, 3, W, OLD_C, OLD_W).to(kind)
+    x2 = old_input(window, slot, c, n, window_stride, SIZE, 2, W, OLD_C, OLD_W).to(kind)
+    x1 = old_input(window, slot, c, n, window_stride, SIZE, 1, W, OLD_C, OLD_W).to(kind)
+    w3 = tap(weight, c, n, SIZE, 3, W, TAP_C, TAP_W)
+    w2 = tap(weight, c, n, SIZE, 2, W, TAP_C, TAP_W)
+    w1 = tap(weight, c, n, SIZE, 1, W, TAP_C, TAP_W)
+    w0 = tap(weight, c, n, SIZE, 0, W, TAP_C, TAP_W)
     for step in range(end):
         x0 = coming
         coming = _load_input(
@@ -287,17 +252,17 @@ def _make_vectors(
                 left = ring_to + (own - 1) * C + c
                 tl.store(left, x0.to(ring_to.dtype.element_ty), mask=n < SIZE)
             if own == 0:
-                _keep_window(window, to, x3, x2, x1, c, n, window_stride, SIZE, W)
+                keep_inputs(window, to, x3, x2, x1, c, n, window_stride, SIZE, W, OLD_C, OLD_W)
             if (own <= 0) & (step + 1 == passed):
-                _keep_window(window, export, x3, x2, x1, c, n, window_stride, SIZE, W)
+                keep_inputs(window, export, x3, x2, x1, c, n, window_stride, SIZE, W, OLD_C, OLD_W)
         else:
             for e in range(num_exports):
                 offset = tl.load(export_offset + e).to(tl.int64)
                 if (tl.load(export_row + e) == row) & (offset == step + 1):
                     at = tl.load(export_slot + e).to(tl.int64)
-                    _keep_window(window, at, x3, x2, x1, c, n, window_stride, SIZE, W)
+                    keep_inputs(window, at, x3, x2, x1, c, n, window_stride, SIZE, W, OLD_C, OLD_W)
     if not VERIFY:
-        _keep_window(window, to, x3, x2, x1, c, n, window_stride, SIZE, W)
+        keep_inputs(window, to, x3, x2, x1, c, n, window_stride, SIZE, W, OLD_C, OLD_W)
 
 
 @triton.jit
@@ -350,13 +315,14 @@ def _ready_decode(
     num_rows, num_exports, bound, x_stride, decay_stride, beta_stride, window_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr,
     BY_CHANNEL: tl.constexpr, VSPAN: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    TAP_C: tl.constexpr, TAP_W: tl.constexpr, OLD_C: tl.constexpr, OLD_W: tl.constexpr,
     BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One head's queries, keys, values or gates of all tokens of one row."""
     if OVERLAP:
-        let_next_begin()
         await_previous()
+        let_next_begin()
     part = tl.program_id(0)
     row = tl.program_id(1)
     first = part == 0
@@ -376,7 +342,7 @@ def _ready_decode(
         _make_vectors(
             tokens, x, x, out, HK * K, factor, weight, window, slot, to, to, none, length, none,
             row, export_row, export_offset, export_slot, num_exports, part * K + n, n, x_stride,
-            window_stride, C, W, K, True, False, ALIGNED, EPS,
+            window_stride, C, W, TAP_C, TAP_W, OLD_C, OLD_W, K, True, False, ALIGNED, EPS,
         )  # fmt: skip
     elif part < 2 * HK + H:
         head = part - 2 * HK
@@ -385,7 +351,7 @@ def _ready_decode(
             tokens, x, x, ready_v + (begin * H + head) * V, H * V, 1.0, weight, window, slot, to,
             to, none, length, none, row, export_row, export_offset, export_slot, num_exports,
             2 * HK * K + head * V + n, n, x_stride, window_stride,
-            C, W, V, False, False, ALIGNED, EPS,
+            C, W, TAP_C, TAP_W, OLD_C, OLD_W, V, False, False, ALIGNED, EPS,
         )  # fmt: skip
     else:
         head = part - 2 * HK - H
@@ -413,13 +379,14 @@ def _ready_verify(
     MOST: tl.constexpr, STEPS: tl.constexpr,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, V: tl.constexpr, SPAN: tl.constexpr,
     BY_CHANNEL: tl.constexpr, VSPAN: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    TAP_C: tl.constexpr, TAP_W: tl.constexpr, OLD_C: tl.constexpr, OLD_W: tl.constexpr,
     BOUNDED: tl.constexpr, ALIGNED: tl.constexpr, EPS: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One head's queries, keys, values or gates of all tokens of one verify row."""
     if OVERLAP:
-        let_next_begin()
         await_previous()
+        let_next_begin()
     part = tl.program_id(0)
     row = tl.program_id(1)
     first = part == 0
@@ -448,7 +415,7 @@ def _ready_verify(
             _make_vectors(
                 tokens, ring_from, ring_to, out, HK * K, factor, weight, window, slot, to, export,
                 replayed, end, passed, row, seats, seats, seats, 0, part * K + n, n, x_stride,
-                window_stride, C, W, K, True, True, ALIGNED, EPS,
+                window_stride, C, W, TAP_C, TAP_W, OLD_C, OLD_W, K, True, True, ALIGNED, EPS,
             )  # fmt: skip
         elif part < 2 * HK + H:
             head = part - 2 * HK
@@ -457,7 +424,7 @@ def _ready_verify(
                 tokens, ring_from, ring_to, ready_v + (place * H + head) * V, H * V, 1.0, weight,
                 window, slot, to, export, replayed, end, passed, row, seats, seats, seats, 0,
                 2 * HK * K + head * V + n, n, x_stride, window_stride,
-                C, W, V, False, True, ALIGNED, EPS,
+                C, W, TAP_C, TAP_W, OLD_C, OLD_W, V, False, True, ALIGNED, EPS,
             )  # fmt: skip
         else:
             head = part - 2 * HK - H
@@ -537,7 +504,6 @@ def _fold_decode(
     """One row and head, BV value channels."""
     if OVERLAP:
         let_next_begin()
-        await_previous()
     head = tl.program_id(1)
     row = tl.program_id(2)
     first = (tl.program_id(0) == 0) & (head == 0)
@@ -550,6 +516,8 @@ def _fold_decode(
     slot = tl.load(state_in + row).to(tl.int64)
     to = tl.load(state_out + row).to(tl.int64)
     s = load_state(bank, slot, head, values, bank_stride, K, V, SPAN, FULL)
+    if OVERLAP:
+        await_previous()
     for step in range(length):
         at = begin + step
         kn, vs, keep, weight = _load_token(
@@ -591,7 +559,6 @@ def _fold_verify(
     """
     if OVERLAP:
         let_next_begin()
-        await_previous()
     head = tl.program_id(1)
     row = tl.program_id(2)
     wide = row.to(tl.int64)
@@ -611,6 +578,8 @@ def _fold_verify(
         drafts = tl.load(num_drafts + row).to(tl.int32)
         place = wide * (2 * MOST + 1) + replayed
         s = load_state(bank, slot, head, values, bank_stride, K, V, SPAN, FULL)
+        if OVERLAP:
+            await_previous()
         _ask_for(
             ready_q, ready_k, keeps, wide * (2 * MOST + 1), replayed + 1 + drafts, head, key_head,
             H, HK, K, BY_CHANNEL, (SPAN + 1) // 2, STEPS,
@@ -635,6 +604,8 @@ def _fold_verify(
             if (own <= 0) & (passed == replayed + own + 1):
                 store_state(bank, export, s, head, values, bank_stride, K, V, SPAN, FULL, DOUBLED)
         filled = drafts + 1
+    elif OVERLAP:
+        await_previous()  # or this kernel could end before the one it follows
     reached = (passed >= 1) & (passed <= replayed + 1)
     told(report, row, 2 * num_rows, to, replayed + 1, seat >= 0, first)
     told(report, num_rows + row, 2 * num_rows, export, passed, (seat >= 0) & reached, first)

@@ -26,13 +26,14 @@ class Mixer(Layer):
 
     def __init__(self, kind: str, tokens: int, dtype: torch.dtype) -> None:
         super().__init__(kind, tokens, dtype)
-        self.weight = self.random(self.channels, WIDTH)
+        self.weight = self.random(WIDTH, self.channels).t()
         wide = torch.full((tokens, self.channels + 16), NAN, dtype=dtype)
         wide[:, : self.channels] = self.random(tokens, self.channels).to(dtype)
         self.x = wide[:, : self.channels]
 
     def window(self) -> torch.Tensor:
-        return strided_bank(SLOTS, (self.channels, WIDTH - 1), self.dtype)
+        """Channels lie together, as in the weight and as a layer keeps them."""
+        return strided_bank(SLOTS, (WIDTH - 1, self.channels), self.dtype).mT
 
     def rings(self, most: int) -> dict[str, torch.Tensor]:
         """Of as many seats as there are rows with one in `verify_case`, and one more."""
@@ -71,7 +72,10 @@ def outcomes(
     """Outputs, banks and rings, and reports of the reference, the op, and its parts in turn."""
     made = []
     for how in ("reference", "op", "parts"):
-        kept = {name: bank_copy(x) for name, x in named.items()}
+        kept = {
+            name: bank_copy(x.mT).mT if name == "window" else bank_copy(x)
+            for name, x in named.items()
+        }
         log = replace(rows, written=WriteLog())
         args = (layer.x, layer.weight, layer.decay, layer.beta)
         if how == "reference":
