@@ -103,6 +103,9 @@ SPARSE_OUTPUTS = 16 * 132 * 4
 THIN_TOKENS = 4
 """Products of at most so many tokens are thin."""
 
+GATED_TOKENS = 4
+"""Of those behind a gated norm, products of at most so many tokens take it along."""
+
 FIRST_CAPABILITY = (9, 0)
 """Where thin products were tried."""
 

@@ -12,7 +12,7 @@ import torch
 from torch.nn import functional
 
 from millpond.ops.reference import linear as reference
-from millpond.ops.triton import thin
+from millpond.ops.triton import layer_choices, thin
 from millpond.ops.triton.elementwise import swiglu
 from millpond.ops.triton.layer_choices import HEAD_TOKENS, thin_choice, wide_choice
 from millpond.ops.triton.norms import add_norm, gated_rms_norm_sigmoid, gated_rms_norm_silu
@@ -115,8 +115,8 @@ def gated_norm_linear(
     silu: bool,
 ) -> torch.Tensor:
     """As the reference: one launch for few tokens, else two."""
-    whole = x.shape[-1] == power_of_two(x.shape[-1])
-    if whole and (choice := thin_choice(x, weight)):
+    alike = x.shape[-1] == power_of_two(x.shape[-1]) and x.shape[0] <= layer_choices.GATED_TOKENS
+    if alike and (choice := thin_choice(x, weight)):
         found = thin.thin_gated_norm_linear(x, gate, norm, weight, choice, eps=eps, silu=silu)
         return found[None]
     gated = gated_rms_norm_silu if silu else gated_rms_norm_sigmoid
