@@ -5,8 +5,9 @@ query-key products with their decay (`qk`), and how queries and keys decay: by c
 are ready for the products with a state, by head as one number a token. Knows no state.
 
 Decay. An exponent is a sum of log decays of consecutive tokens, never a difference of two such
-sums, except where fp64 holds them (by head) and where a sub-block of 32 tokens is taken around its
-middle (bounded decay by channel): there terms of one sign are summed from the middle outwards.
+sums, which would lose a small decay after a steep one, with two exceptions. By head, the sums are
+fp64. By channel in a bf16 model, where a bound keeps the sums of 64 tokens small, sub-blocks of 32
+tokens are taken around their middles.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from millpond.ops.triton.shared import (
 LOWEST_AROUND_MIDDLE = -5.0
 """Log decays of at least this: e^(16 * 5) is the most that a sub-block's middle can meet."""
 
+LOG2_E = tl.constexpr(1.4426950408889634)
+
 PAIRS = 64 * 64
 """Elements of `solve` and of `qk`, which open a chunk's record; tiles [64, K] follow, by channel:
 minus keys and queries with the decay since the chunk's start, keys with that until its end."""
@@ -38,20 +41,26 @@ chunk leaves of a state."""
 
 
 @triton.jit
-def _exp(x):
-    """e^x to 2^-21, and 0 where that is not a normal number: for what is rounded to bf16 after."""
+def _exp2(x):
+    """2^x to 2^-22, and 0 where that is not a normal number: for what is rounded to bf16 after."""
     if EMULATED:
-        y = tl.exp(x)
+        y = tl.exp2(x)
     else:
         y = tl.inline_asm_elementwise(
-            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x * 1.4426950408889634], tl.float32, True, 1
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1
         )
     return y
 
 
 @triton.jit
-def _inverse(x):
-    """1 / x as exactly as `_exp`; 0 for infinity."""
+def _sigmoid(x):
+    """1 / (1 + e^-x) as exactly as `_exp2`."""
+    return _reciprocal(1.0 + _exp2(x * -LOG2_E))
+
+
+@triton.jit
+def _reciprocal(x):
+    """1 / x as exactly as `_exp2`; 0 for infinity."""
     if EMULATED:
         y = 1.0 / x
     else:
@@ -180,43 +189,45 @@ def _by_channel(
 
 
 @triton.jit
-def _around_middle(
-    q, k, q_unit, k_unit, g, kk, qk, tiles, fall, i, keys,
-    K: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """As `_by_channel` for some key channels [64, C] with bounded decay; adds to kk and qk."""
-    # Sums from the middle of a sub-block of 32 outwards; two operands hold g to 2^-17 in bf16.
-    middle = (i // 32) * 32 + 15
-    up = (middle[:, None] < i[None, :]) & (i[None, :] <= i[:, None])
-    down = (i[:, None] < i[None, :]) & (i[None, :] <= middle[:, None])
-    which = tl.where(up, 1.0, tl.where(down, -1.0, 0.0)).to(OPERAND)
-    high = rounded(g, OPERAND)
-    low = rounded(g - high.to(tl.float32), OPERAND)
-    about = product(which, high, OPERAND, PRECISION) + product(which, low, OPERAND, PRECISION)
-    first = _exp(tl.sum(tl.where((i < 16)[:, None], g, 0.0), 0))
-    between = _exp(tl.sum(tl.where(((i >= 16) & (i < 48))[:, None], g, 0.0), 0))
-    last = _exp(tl.sum(tl.where((i >= 48)[:, None], g, 0.0), 0))
-    tl.store(fall + keys, first * between * last, mask=keys < K)
-    early = (i < 32)[:, None]
+def _in_order(x, C: tl.constexpr, RUN: tl.constexpr):
+    """x [64, C], whose row 64 / RUN * p + t is token RUN * t + p -> its rows in tokens' order."""
+    x = tl.reshape(x, (RUN, 64 // RUN, C))
+    return tl.reshape(tl.permute(x, (1, 0, 2)), (64, C))
 
-    ks = k.to(tl.float32) * k_unit[:, None]
-    back = ks * _exp(-about)
-    until = tl.where(early, back * (between * last)[None, :], back * last[None, :])
-    _store_tile(tiles + 2 * 64 * K, until, i, keys, K)
-    near = tl.trans(rounded(back, OPERAND))
-    # As later queries and keys see them: those of the first sub-block with the decay between.
-    far = tl.trans(rounded(tl.where(early, back * between[None, :], back), OPERAND))
-    grown = _exp(about)
-    ks *= grown
-    since = tl.where(early, ks * first[None, :], ks * (first * between)[None, :])
-    _store_tile(tiles, -since, i, keys, K)
-    kk += product(tl.where(early, ks, 0.0), near, OPERAND, PRECISION)
-    kk += product(tl.where(early, 0.0, ks), far, OPERAND, PRECISION)
-    qs = q.to(tl.float32) * q_unit[:, None] * grown
-    since = tl.where(early, qs * first[None, :], qs * (first * between)[None, :])
-    _store_tile(tiles + 64 * K, since, i, keys, K)
-    qk += product(tl.where(early, qs, 0.0), near, OPERAND, PRECISION)
-    qk += product(tl.where(early, 0.0, qs), far, OPERAND, PRECISION)
+
+@triton.jit
+def _around_middle(
+    q, k, g, kk, qk, tiles, fall, token, keys,
+    K: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr,
+    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """As `_by_channel` for some key channels, g in powers of two; adds to kk and qk."""
+    runs = tl.reshape(g, (RUN, 64 // RUN, C))
+    whole = tl.sum(runs, 0)
+    ends = tl.cumsum(whole, 0)
+    sums = tl.reshape(tl.cumsum(runs, 0) + (ends - whole)[None, :, :], (64, C))
+    run = tl.arange(0, 64 // RUN)[:, None]
+    middle_0 = tl.sum(tl.where(run == 16 // RUN - 1, ends, 0.0), 0)[None, :]
+    middle_1 = tl.sum(tl.where(run == 48 // RUN - 1, ends, 0.0), 0)[None, :]
+    total = tl.sum(whole, 0)[None, :]
+    tl.store(fall + keys[None, :], _exp2(total), mask=(keys < K)[None, :])
+    early = (token < 32)[:, None]
+    _store_tile(tiles + 2 * 64 * K, k * _exp2(total - sums), token, keys, K)
+    # Keys as queries and keys of the first sub-block see them, and as those of the second do.
+    near = rounded(k * _exp2(tl.where(early, middle_0 - sums, 0.0)), OPERAND)
+    near = tl.trans(_in_order(near, C, RUN))
+    far = rounded(k * _exp2(middle_1 - sums), OPERAND)
+    far = tl.trans(_in_order(far, C, RUN))
+    since = _exp2(sums)
+    about = _exp2(sums - tl.where(early, middle_0, middle_1))
+    _store_tile(tiles, -k * since, token, keys, K)
+    k = rounded(k * about, OPERAND)
+    kk += product(_in_order(tl.where(early, k, 0.0), C, RUN), near, OPERAND, PRECISION)
+    kk += product(_in_order(tl.where(early, 0.0, k), C, RUN), far, OPERAND, PRECISION)
+    _store_tile(tiles + 64 * K, q * since, token, keys, K)
+    q = rounded(q * about, OPERAND)
+    qk += product(_in_order(tl.where(early, q, 0.0), C, RUN), near, OPERAND, PRECISION)
+    qk += product(_in_order(tl.where(early, 0.0, q), C, RUN), far, OPERAND, PRECISION)
     return kk, qk
 
 
@@ -232,7 +243,7 @@ def _by_head(q, k, q_unit, k_unit, g, scales, i, OPERAND: tl.constexpr, PRECISIO
     tl.store(scales + 3 * 64 + i, tl.exp(total.to(tl.float32)) + i * 0.0)
     between = tl.minimum((sums[:, None] - sums[None, :]).to(tl.float32), 0.0)
     if tl.bfloat16 == OPERAND:
-        factor = _exp(between) * k_unit[None, :]
+        factor = _exp2(between * LOG2_E) * k_unit[None, :]
     else:
         factor = tl.exp(between) * k_unit[None, :]
     right = tl.trans(k)
@@ -254,24 +265,38 @@ def _channel_inputs(
 
 @triton.jit
 def _bounded(
-    q_at, k_at, q_stride, k_stride, q_unit, k_unit, decay_at, dt_bias, decay_stride, head, left,
-    rate, bound, tiles, fall, i,
-    K: tl.constexpr, KP: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
-    OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    q_at, k_at, q_stride, k_stride, decay_at, dt_bias, decay_stride, head, left, rate, bound,
+    tiles, fall,
+    K: tl.constexpr, KP: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr, STAGES: tl.constexpr,
+    EPS: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `_by_channel` where decay is bounded: some key channels after others."""
+    """As `_by_channel` where decay is bounded: some key channels after others.
+
+    Rows of tiles are tokens in another order: RUN consecutive ones in one thread, as it loads them
+    (speed alone depends on that).
+    """
+    r = tl.arange(0, 64)
+    token = (r % (64 // RUN)) * RUN + r // (64 // RUN)
+    live = (token < left)[:, None]
+    keys = tl.arange(0, KP)
+    inside = live & (keys < K)[None, :]
+    q = tl.load(q_at + token[:, None] * q_stride + keys[None, :], mask=inside, other=0.0)
+    k = tl.load(k_at + token[:, None] * k_stride + keys[None, :], mask=inside, other=0.0)
+    q_unit = _unit_rows(q.to(tl.float32), EPS) * (K**-0.5)
+    k_unit = _unit_rows(k.to(tl.float32), EPS)
     kk = tl.zeros([64, 64], tl.float32)
     qk = tl.zeros([64, 64], tl.float32)
-    for part in tl.range(0, KP, PART, num_stages=STAGES):
-        keys = part + tl.arange(0, PART)
-        inside = (i < left)[:, None] & (keys < K)[None, :]
-        raw = _channel_inputs(decay_at, dt_bias, i, decay_stride, head, keys, inside, K)
-        g = tl.where(inside, bound * _inverse(1.0 + _exp(raw * -rate)), 0.0)
-        q = tl.load(q_at + i[:, None] * q_stride + keys[None, :], mask=inside, other=0.0)
-        k = tl.load(k_at + i[:, None] * k_stride + keys[None, :], mask=inside, other=0.0)
+    for first in tl.range(0, KP, C, num_stages=STAGES):
+        some = first + tl.arange(0, C)
+        within = live & (some < K)[None, :]
+        raw = _channel_inputs(decay_at, dt_bias, token, decay_stride, head, some, within, K)
+        g = tl.where(within, _sigmoid(raw * rate) * (bound * LOG2_E), 0.0)
+        qs = tl.load(q_at + token[:, None] * q_stride + some[None, :], mask=within, other=0.0)
+        ks = tl.load(k_at + token[:, None] * k_stride + some[None, :], mask=within, other=0.0)
         kk, qk = _around_middle(
-            q, k, q_unit, k_unit, g, kk, qk, tiles, fall, i, keys, K, OPERAND, PRECISION
-        )
+            qs.to(tl.float32) * q_unit[:, None], ks.to(tl.float32) * k_unit[:, None], g, kk, qk,
+            tiles, fall, token, some, K, C, RUN, OPERAND, PRECISION,
+        )  # fmt: skip
     return kk, qk
 
 
@@ -281,8 +306,8 @@ def _prepare(
     q_stride, k_stride, decay_stride, beta_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BY_CHANNEL: tl.constexpr,
     BOUNDED: tl.constexpr, EPS: tl.constexpr, RECORD: tl.constexpr, NUMBERS: tl.constexpr,
-    AROUND_MIDDLE: tl.constexpr, PART: tl.constexpr, STAGES: tl.constexpr,
-    SOLVED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
+    AROUND_MIDDLE: tl.constexpr, PART: tl.constexpr, RUN: tl.constexpr,
+    STAGES: tl.constexpr, SOLVED: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """One chunk of one row, one head."""
     block = tl.program_id(0)
@@ -304,35 +329,37 @@ def _prepare(
         rate = tl.exp(tl.load(a_log + head).to(tl.float32))
         weight = tl.load(beta + token * beta_stride + head + i * beta_stride, mask=live, other=0.0)
         if tl.bfloat16 == OPERAND:
-            weight = _inverse(1.0 + _exp(-weight.to(tl.float32)))
+            weight = _sigmoid(weight.to(tl.float32))
         else:
             weight = sigmoid(weight.to(tl.float32))
         weight = tl.where(live, weight, 0.0)
         q_at += token * q_stride + (head // (H // HK)) * K
         k_at += token * k_stride + (head // (H // HK)) * K
         decay_at += token * decay_stride
-        q = tl.load(q_at + i[:, None] * q_stride + keys[None, :], mask=inside, other=0.0)
-        k = tl.load(k_at + i[:, None] * k_stride + keys[None, :], mask=inside, other=0.0)
-        q_unit = _unit_rows(q.to(tl.float32), EPS) * (K**-0.5)
-        k_unit = _unit_rows(k.to(tl.float32), EPS)
         if AROUND_MIDDLE:
             kk, qk = _bounded(
-                q_at, k_at, q_stride, k_stride, q_unit, k_unit, decay_at, dt_bias, decay_stride,
-                head, left, rate, bound, record + 2 * 4096, numbers, i,
-                K, KP, PART, STAGES, OPERAND, PRECISION,
-            )  # fmt: skip
-        elif BY_CHANNEL:
-            raw = _channel_inputs(decay_at, dt_bias, i, decay_stride, head, keys, inside, K)
-            g = tl.where(inside, log_decay(raw, rate, 0.0, bound, BOUNDED), 0.0)
-            kk, qk = _by_channel(
-                q, k, q_unit, k_unit, g, record + 2 * 4096, numbers, i, keys,
-                K, KP, OPERAND, PRECISION,
+                q_at, k_at, q_stride, k_stride, decay_at, dt_bias, decay_stride, head, left, rate,
+                bound, record + 2 * 4096, numbers,
+                K, KP, PART, RUN, STAGES, EPS, OPERAND, PRECISION,
             )  # fmt: skip
         else:
-            bias = tl.load(dt_bias + head).to(tl.float32)
-            raw = tl.load(decay_at + i * decay_stride + head, mask=live, other=0.0)
-            g = tl.where(live, log_decay(raw.to(tl.float32), rate, bias, bound, BOUNDED), 0.0)
-            kk, qk = _by_head(q, k, q_unit, k_unit, g, numbers, i, OPERAND, PRECISION)
+            q = tl.load(q_at + i[:, None] * q_stride + keys[None, :], mask=inside, other=0.0)
+            k = tl.load(k_at + i[:, None] * k_stride + keys[None, :], mask=inside, other=0.0)
+            q_unit = _unit_rows(q.to(tl.float32), EPS) * (K**-0.5)
+            k_unit = _unit_rows(k.to(tl.float32), EPS)
+            if BY_CHANNEL:
+                raw = _channel_inputs(decay_at, dt_bias, i, decay_stride, head, keys, inside, K)
+                g = tl.where(inside, log_decay(raw, rate, 0.0, bound, BOUNDED), 0.0)
+                kk, qk = _by_channel(
+                    q, k, q_unit, k_unit, g, record + 2 * 4096, numbers, i, keys,
+                    K, KP, OPERAND, PRECISION,
+                )  # fmt: skip
+            else:
+                bias = tl.load(dt_bias + head).to(tl.float32)
+                raw = tl.load(decay_at + i * decay_stride + head, mask=live, other=0.0)
+                raw = raw.to(tl.float32)
+                g = tl.where(live, log_decay(raw, rate, bias, bound, BOUNDED), 0.0)
+                kk, qk = _by_head(q, k, q_unit, k_unit, g, numbers, i, OPERAND, PRECISION)
         kind = work.dtype.element_ty
         pair = record + i[:, None] * 64 + i[None, :]
         qk = tl.where(i[:, None] >= i[None, :], qk, 0.0)

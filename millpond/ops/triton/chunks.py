@@ -85,12 +85,13 @@ def delta_prefill(
     operands = torch.bfloat16 if narrow else torch.float32
     work = torch.empty(blocks * heads * shape["RECORD"], dtype=operands, device=v.device)
     scales = torch.empty(blocks * heads * shape["NUMBERS"], dtype=torch.float32, device=v.device)
+    part = min(shape["KP"], 64)
     _prepare[(blocks, heads)](
         q, k, decay, beta, gate.a_log, gate.dt_bias, work, scales, rows.cu_seqlens,
         count, bound or 0.0,
         token_stride(q), token_stride(k), token_stride(decay), token_stride(beta),
         **shape, BOUNDED=bound is not None, EPS=NORM_EPS,
-        PART=min(shape["KP"], 64), STAGES=1, SOLVED=16,
+        PART=part, RUN=max(part // (4 * choice.prepare_warps), 1), STAGES=1, SOLVED=16,
         AROUND_MIDDLE=by_channel and narrow and bound is not None and bound >= LOWEST_AROUND_MIDDLE,
         num_warps=choice.prepare_warps, **LAUNCH,
     )  # fmt: skip
