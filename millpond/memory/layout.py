@@ -54,7 +54,7 @@ class EntrySpec:
 class ModelLayout:
     """The three kinds of entries a model needs; computable from its configuration alone.
 
-    slot  per linear layer `recurrent` [H, V, K] fp32 and `conv` [channels, width - 1] model dtype;
+    slot  per linear layer `recurrent` [H, V, K] fp32 and `conv` [width - 1, channels] model dtype;
           once `boundary_hidden` [hidden] model dtype (layer -1): the target's final hidden at
           end - 1.
     page  per attention layer, the draft layer included: `key`/`value` [kv_heads, 64, D], or

@@ -49,7 +49,7 @@ def slot_tensors(
     state = (heads.value_heads, heads.value_dim, heads.key_dim)
     return (
         TensorSpec(layer, "recurrent", state, torch.float32),
-        TensorSpec(layer, "conv", (heads.channels, conv_width - 1), dtype),
+        TensorSpec(layer, "conv", (conv_width - 1, heads.channels), dtype),
     )
 
 
@@ -87,7 +87,7 @@ class _DeltaCore:
         ops: Bound,
     ) -> None:
         self.layer = layer
-        self.conv = conv
+        self.conv = conv.t().contiguous().t()  # channels lie together, as in a slot's window
         self.gate = gate
         self.heads = heads
         self.ops = ops
@@ -105,7 +105,7 @@ class _DeltaCore:
             "gate": self.gate,
             "bank": arenas.slots.view(self.layer, "recurrent"),
         }
-        window = arenas.slots.view(self.layer, "conv")
+        window = arenas.slots.view(self.layer, "conv").mT
         middle, end = batch.num_prefill_tokens, batch.first_verify_token
         found = []
         if batch.prefill.num_rows:
