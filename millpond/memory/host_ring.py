@@ -238,6 +238,10 @@ class Landing:
         self._link.copy(stage[:num_bytes], flat)
         return Arrival(stage, num_bytes, self._link.mark(), self._free)
 
+    def settle(self) -> None:
+        """Wait until the device has done all that was queued so far."""
+        self._link.mark().synchronize()
+
 
 def _padded(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT

@@ -129,8 +129,15 @@ class ModelRunner:
             with torch.inference_mode():
                 finish = self._launch(plan)
         except Exception as cause:  # noqa: BLE001 -- raised where the result is asked for
-            finish = partial(_raise, cause)
+            finish = partial(self._fail, cause)
         return InFlight(plan.step, finish)
+
+    def _fail(self, cause: Exception) -> StepResult:
+        """Raise `cause` once the device is done with what had been queued of the step: after that
+        its slots and pages are somebody else's, who may write them beside the order of steps.
+        """
+        self._landing.settle()
+        raise cause
 
     def _launch(self, plan: StepPlan) -> Finish:
         self.arenas.slots.fill_nan(plan.poison_slots)
@@ -278,10 +285,6 @@ class ModelRunner:
             if f.source_page is not None and f.target_page is not None
         ]
         self.arenas.pages.copy([source for source, _ in partial], [target for _, target in partial])
-
-
-def _raise(cause: Exception) -> StepResult:
-    raise cause
 
 
 def _logged(plan: StepPlan, batch: ForwardBatch) -> list[torch.Tensor]:

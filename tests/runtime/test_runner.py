@@ -7,6 +7,7 @@ import torch
 
 from millpond.errors import Broken, StepFailed
 from millpond.memory.arena import Arenas
+from millpond.memory.host_ring import Landing
 from millpond.nn.batch import Staging
 from millpond.ops.bind import bind
 from millpond.plan.sampling import SamplingParams
@@ -24,6 +25,7 @@ from millpond.runtime.runner import ModelRunner
 from millpond.runtime.seats import SeatSampling
 from millpond.runtime.verify import Verifier
 from millpond.state.lease import PageId, Seat, SlotId
+from tests.memory.test_host_ring import SlowDevice
 from tests.support.counting import CountWrites, changed_entries, snapshot
 from tests.support.fake_model import (
     ATTENTION_LAYER,
@@ -269,6 +271,19 @@ def test_a_failed_forward_raises_step_failed_with_its_cause_and_the_next_step_ru
     runner.model.fail = None
     result = runner.execute(StepPlan(step=3, decode=(row(2, 150, (6,), (1, 0), emit=(2,)),)))
     assert tokens_of(result) == {2: expected_token([*PROMPT, 6])}
+
+
+def test_a_launch_that_fails_is_told_when_the_device_is_done_with_what_was_queued() -> None:
+    """Until then a kernel may write the slots that the host gives to somebody else."""
+    runner, device, done = make_runner(), SlowDevice(), list[str]()
+    assert isinstance(runner.model, FakeModel)
+    runner._landing = Landing(CPU, device)
+    runner.model.fail = RuntimeError("half way")
+    launched = runner.launch(whole_prompt())
+    device.queued.append(lambda: done.append("a kernel"))
+    with pytest.raises(StepFailed, match="half way"):
+        launched.result()
+    assert done == ["a kernel"]
 
 
 def test_a_plan_that_runs_beyond_a_seats_pages_never_reaches_the_model() -> None:
