@@ -27,7 +27,7 @@ from bench.ops import cases, layers, peers
 from millpond.ops.reference.backend import BACKEND as REFERENCE
 from millpond.ops.triton.backend import BACKEND as TRITON
 
-FAMILIES = ("decode", "verify", "prefill", "export", "conv", *layers.FAMILIES)
+FAMILIES = ("mix", "decode", "verify", "prefill", "export", "conv", *layers.FAMILIES)
 TRIALS, REPEATS = 7, 20
 WITHIN = {
     # Sums in another order; three TF32 products for one of fp32.
@@ -75,12 +75,14 @@ def built(shape: cases.Shape, device: torch.device, dtype: torch.dtype) -> Itera
     small = shape.name.startswith("small")
     for rows in (1, 3) if small else (1, 16, 64, 128, 256):
         one = [1] * rows
+        yield "mix", lambda one=one: cases.mix_decode(*where, one)
         yield "decode", lambda one=one: cases.prefill(*where, one, [], op="delta_decode")
         yield "conv", lambda one=one: cases.conv(*where, one, [], op="conv_decode")
     for rows in (2,) if small else (16, 64, 128):
         for most in (0, 1, 3, 5):
             pending = round(0.7 * most)
             more = (rows, most, pending)
+            yield "mix", lambda more=more: cases.mix_verify(*where, *more)
             yield "verify", lambda more=more: cases.verify(*where, *more)
             yield "conv", lambda more=more: cases.conv_verify(*where, *more)
     prompts = ([70, 64],) if small else ([2048], [8192], [512] * 16, [8192] * 2)

@@ -265,3 +265,55 @@ def conv_verify(
     label = f"rows {rows}, K {most}, pending {pending}"
     moved *= shape.channels * dtype.itemsize
     return Case("conv_verify", label, shape, (x, weight), named, moved)
+
+
+def mix_decode(shape: Shape, device: torch.device, dtype: torch.dtype, lengths: list[int]) -> Case:
+    """`mix_decode` of rows of these lengths."""
+    make = Maker(shape, device, dtype)
+    args, moved = _mixed(make, sum(lengths))
+    rows = len(lengths)
+    named = {
+        "gate": make.gate(),
+        "window": make.random(rows, CONV_WIDTH - 1, shape.channels).mT,
+        "bank": make.states(rows),
+        "rows": make.rows(lengths, []),
+    }
+    moved += rows * _slot_bytes(shape, dtype)
+    return Case("mix_decode", f"rows {rows}, tokens {sum(lengths)}", shape, args, named, moved)
+
+
+def mix_verify(
+    shape: Shape, device: torch.device, dtype: torch.dtype, rows: int, most: int, pending: int
+) -> Case:
+    """`mix_verify` of `rows` rows with K = `most`."""
+    make = Maker(shape, device, dtype)
+    args, moved = _mixed(make, rows * (most + 1))
+    named = {
+        "gate": make.gate(),
+        "window": make.random(rows, CONV_WIDTH - 1, shape.channels).mT,
+        "bank": make.states(rows),
+        "ring": make.random(rows, 2, most, shape.channels),
+        "ring_decay": make.random(rows, 2, most, *shape.decay),
+        "ring_beta": make.random(rows, 2, most, shape.heads),
+        "rows": verify_rows(make, rows, most, pending, 0),
+    }
+    decays = shape.heads * (shape.k_dim if shape.by_channel else 1)
+    of_ring = (shape.channels + decays + shape.heads) * dtype.itemsize
+    moved += rows * (_slot_bytes(shape, dtype) + (pending + most) * of_ring)
+    return Case(
+        "mix_verify", f"rows {rows}, K {most}, pending {pending}", shape, args, named, moved
+    )
+
+
+def _mixed(make: Maker, tokens: int) -> tuple[tuple[torch.Tensor, ...], int]:
+    """What a layer's projections give of so many tokens, its taps, and what a token moves."""
+    shape = make.shape
+    x = make.random(tokens, shape.channels + 64)[:, : shape.channels]
+    taps = make.random(CONV_WIDTH, shape.channels, dtype=torch.float32).t()
+    gates = make.random(tokens, *shape.decay), make.random(tokens, shape.heads)
+    return (x, taps, *gates), tokens * make.token_bytes()
+
+
+def _slot_bytes(shape: Shape, dtype: torch.dtype) -> int:
+    """A state and a window, read and written."""
+    return 2 * (shape.state_bytes + (CONV_WIDTH - 1) * shape.channels * dtype.itemsize)

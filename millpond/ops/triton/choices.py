@@ -17,18 +17,18 @@ import torch
 class ConvChoice:
     """A program's tile of the convolution: of prompt rows, and of rows taken token by token."""
 
-    tokens: int = 64
-    channels: int = 512
-    warps: int = 4
+    tokens: int = 32
+    channels: int = 256
+    warps: int = 2
     row_channels: int = 256
-    row_warps: int = 4
+    row_warps: int = 2
 
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
     """A program's tile of the per-token delta rule; decode and verify must agree on it."""
 
-    values: int = 32  # value channels of one head
+    values: int = 16  # value channels of one head
     warps: int = 1
 
 
