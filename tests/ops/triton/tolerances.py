@@ -33,8 +33,8 @@ TABLE = {
     # Convolution, then the delta rule, in fp32: the errors of both.
     ("steps", "state"): Within(8e-6, 8e-6),
     ("steps", "float32"): Within(8e-6, 8e-6),
-    # Between them queries, keys and values are rounded to bf16, which may fall to either side: terms
-    # of order one, a handful of tokens.
+    # Between them queries, keys and values are rounded to bf16, which may fall to either side:
+    # terms of order one, a handful of tokens.
     ("steps of bf16", "state"): Within(2**-6, 2**-6),
     ("steps", "bfloat16"): Within(2**-6, 2**-6),
     # 64 tokens at once: sums over 64 tokens and 128 keys in another order, a triangular solve.
