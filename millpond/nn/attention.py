@@ -188,7 +188,7 @@ class LatentAttention:
             scale=self.key_dim**-0.5,
             selected=selected,
         )
-        return self.output.parts(self.ops.linear_by_head(out, self.from_latent).flatten(1))
+        return self.output(self.ops.linear_by_head(out, self.from_latent).flatten(1))
 
     def _write(
         self,
@@ -315,7 +315,7 @@ class GatedAttention:
             gate=gate,
             first=first,
         )
-        return x, self.output.parts(out.flatten(1))
+        return x, self.output(out.flatten(1))
 
     def _turn_and_write(
         self,

@@ -70,10 +70,6 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self.ops.linear(x, self.weight)
 
-    def parts(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, in] -> what is added to the residual stream, in parts [S, T, out]."""
-        return self.ops.linear_parts(x, self.weight)
-
     def split(
         self, norm: Norm, x: torch.Tensor, y: torch.Tensor | None, count: int | None = None
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:

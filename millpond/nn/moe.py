@@ -48,7 +48,7 @@ class SwiGlu:
             zero_centred=norm.zero_centred,
             limit=self.limit,
         )
-        return total, self.output.parts(active)
+        return total, self.output(active)
 
 
 class Mlp:

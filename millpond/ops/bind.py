@@ -45,7 +45,6 @@ class Bound:
 
     linear: Op
     linear_float: Op
-    linear_parts: Op
     norm_linear: Pair
     linear_swiglu: Op
     norm_swiglu: Pair

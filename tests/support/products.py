@@ -17,7 +17,6 @@ from torch.nn.functional import linear
 
 from millpond.ops.bind import Bound
 from millpond.ops.reference import linear as reference
-from millpond.ops.reference.fused import whole
 
 BLOCK = 64
 
@@ -78,9 +77,6 @@ def with_products(ops: Bound, kind: str) -> Bound:
         return ops
     multiply = replaced["linear"]
 
-    def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return multiply(x, weight)[None]
-
     def norm_linear(
         x: torch.Tensor,
         y: torch.Tensor | None,
@@ -113,14 +109,12 @@ def with_products(ops: Bound, kind: str) -> Bound:
     ) -> torch.Tensor:
         # A product with the identity changes nothing: every sum has one term.
         same = torch.eye(weight.shape[1], dtype=weight.dtype, device=weight.device)
-        gated = whole(ops.gated_norm_linear(x, gate, norm, same, **named), x.dtype)
-        return linear_parts(gated, weight)
+        return multiply(ops.gated_norm_linear(x, gate, norm, same, **named), weight)
 
     return replace(
         ops,
         **replaced,
         linear_float=lambda x, weight: multiply(x, weight).float(),
-        linear_parts=linear_parts,
         norm_linear=norm_linear,
         linear_swiglu=linear_swiglu,
         norm_swiglu=norm_swiglu,

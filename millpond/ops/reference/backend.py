@@ -37,7 +37,6 @@ BACKEND = Backend(
     ops={
         "linear": linear.linear,
         "linear_float": fused.linear_float,
-        "linear_parts": fused.linear_parts,
         "norm_linear": fused.norm_linear,
         "linear_swiglu": fused.linear_swiglu,
         "norm_swiglu": fused.norm_swiglu,

@@ -1,8 +1,7 @@
 """Steps on each token that a backend may do as one: the composition of other ops, in order.
 
 Knows no arithmetic of its own. Where there is a `y`, the residual stream is x + y: a layer hands
-on what it adds, and whoever needs the sum adds it. A `y` is [T, H], or parts [S, T, H] whose sum is
-meant: how many, and in what precision, is the backend's choice.
+on what it adds, and whoever needs the sum adds it.
 """
 
 from __future__ import annotations
@@ -18,21 +17,6 @@ def linear_float(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     return linear(x, weight).float()
 
 
-def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """x [T, K] @ weight [N, K] transposed, in parts [S, T, N]: here one."""
-    return linear(x, weight)[None]
-
-
-def whole(y: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The sum of parts [S, T, H], in their order, rounded once; y itself if it is [T, H]."""
-    if y.ndim == 2:
-        return y
-    total = y[0]
-    for part in y[1:]:
-        total = total + part
-    return total.to(dtype)
-
-
 def add_norm(
     x: torch.Tensor,
     y: torch.Tensor | None,
@@ -41,8 +25,8 @@ def add_norm(
     eps: float,
     zero_centred: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, H], norm [H] -> the sum normalised, and the sum (x itself without a y)."""
-    total = x if y is None else x + whole(y, x.dtype)
+    """x, y [T, H], norm [H] -> the sum normalised, and the sum (x itself without a y)."""
+    total = x if y is None else x + y
     normed = dense.zero_centred_rms_norm if zero_centred else dense.rms_norm
     return normed(total, norm, eps), total
 
@@ -93,8 +77,6 @@ def gated_norm_linear(
     eps: float,
     silu: bool,
 ) -> torch.Tensor:
-    """x, gate [T, H, V]: the gated norm of GDN (`silu`) or KDA, then weight [N, H V] -> parts
-    [S, T, N] as of `linear_parts`.
-    """
+    """x, gate [T, H, V]: the gated norm of GDN (`silu`) or KDA, then weight [N, H V] -> [T, N]."""
     gated = dense.gated_rms_norm_silu if silu else dense.gated_rms_norm_sigmoid
-    return linear_parts(gated(x, gate, norm, eps).flatten(1), weight)
+    return linear(gated(x, gate, norm, eps).flatten(1), weight)

@@ -10,7 +10,6 @@ import torch
 
 from millpond.ops.reference.dense import normalised
 from millpond.ops.reference.elementwise import sigmoid
-from millpond.ops.reference.fused import whole
 from millpond.ops.reference.linear import linear
 
 
@@ -50,11 +49,9 @@ def hyper_post(
 ) -> torch.Tensor:
     """Streams after a sub-layer: out_k = post_k * y + sum over j of mix[j, k] * stream_j.
 
-    y [T, H] or in parts [S, T, H], streams [T, n, H], post [T, n], mix [T, n, n] -> [T, n, H].
-    Weights are rounded to the model dtype; the sum over streams is fp32, rounded once before the
-    sub-layer's part is added.
+    y [T, H], streams [T, n, H], post [T, n], mix [T, n, n] -> [T, n, H]. Weights are rounded to the
+    model dtype; the sum over streams is fp32, rounded once before the sub-layer's part is added.
     """
-    y = whole(y, streams.dtype)
     weights = mix.to(y.dtype).float()[..., None]
     mixed = _sum_over(weights * streams.float()[:, :, None], 1).squeeze(1).to(y.dtype)
     return post.to(y.dtype)[..., None] * y[:, None] + mixed

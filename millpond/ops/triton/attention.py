@@ -374,9 +374,9 @@ def _tiles_of(
 
 @triton.jit
 def _span_of(tiles, SPLIT: tl.constexpr, MOST: tl.constexpr):
-    """Tiles of one split: SPLIT, doubled beyond 16 splits, then until MOST are enough."""
+    """Tiles of one split: SPLIT, doubled beyond 8 splits, then until MOST are enough."""
     span = SPLIT
-    if tiles > 16 * SPLIT:
+    if tiles > 8 * SPLIT:
         span = 2 * SPLIT
     while span * MOST < tiles:
         span *= 2

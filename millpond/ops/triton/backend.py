@@ -27,7 +27,6 @@ _OPS = {
         "linear",
         "linear_by_head",
         "linear_float",
-        "linear_parts",
         "norm_linear",
         "linear_swiglu",
         "norm_swiglu",

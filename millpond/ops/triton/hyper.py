@@ -50,13 +50,11 @@ def hyper_post(
     """As the reference."""
     tokens, n, hidden = streams.shape
     _check(n)
-    parts = y[None] if y.ndim == 2 else y
-    out = torch.empty(streams.shape, dtype=streams.dtype, device=y.device)
+    out = torch.empty(streams.shape, dtype=y.dtype, device=y.device)
     if tokens:
         _post[(tokens, triton.cdiv(hidden, BLOCK))](
-            parts, streams, post, mix, out, parts.stride(0),
-            PARTS=parts.shape[0], N=n, H=hidden, BLOCK=min(BLOCK, power_of_two(hidden)),
-            num_warps=4, **LAUNCH,
+            y, streams, post, mix, out,
+            N=n, H=hidden, BLOCK=min(BLOCK, power_of_two(hidden)), num_warps=4, **LAUNCH,
         )  # fmt: skip
     return out
 
@@ -128,8 +126,7 @@ def _pre(
 
 @live
 def _post(
-    y, streams, post, mix, out, split_stride,
-    PARTS: tl.constexpr, N: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr,
+    y, streams, post, mix, out, N: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     KEPT: tl.constexpr = out.dtype.element_ty
     token = tl.program_id(0).to(tl.int64)
@@ -144,10 +141,6 @@ def _post(
     total = rounded(total, KEPT).to(tl.float32)
     factor = rounded(tl.load(post + token * N + k).to(tl.float32), KEPT).to(tl.float32)
     value = tl.load(y + token * H + h, mask=h < H, other=0.0).to(tl.float32)
-    for part in tl.static_range(1, PARTS):
-        value += tl.load(y + part * split_stride + token * H + h, mask=h < H, other=0.0)
-    if PARTS > 1:
-        value = rounded(value, KEPT).to(tl.float32)
     own = rounded(factor[:, None] * value[None, :], KEPT).to(tl.float32)
     place = (token * N + k)[:, None] * H + h[None, :]
     tl.store(out + place, rounded(own + total, KEPT), mask=here)

@@ -14,13 +14,12 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ThinChoice:
-    """A product of few tokens: a program's outputs, its steps along the inner axis."""
+    """A product of one token: a program's outputs, its steps along the inner axis."""
 
     outputs: int
     step: int
     warps: int
     stages: int
-    ahead_bytes: int = 20 << 20  # of all weights, asked for before the inputs are there
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,20 +57,6 @@ class WideChoice:
     step: int
     warps: int
     stages: int
-    programs: int  # at least so many, if the inner axis can be split for it
-    ahead_bytes: int = 20 << 20
-
-
-WIDE, HEAD = WideChoice(64, 64, 4, 5, 160), WideChoice(128, 64, 4, 4, 1)
-"""With some thousands of outputs, and with a vocabulary of them."""
-
-MANY_OUTPUTS = 65536
-
-WIDE_TOKENS = 0
-"""Products of at most so many tokens, and more than `THIN_TOKENS`, are wide."""
-
-HEAD_TOKENS = 64
-"""The same of logits, which are fp32 in the end: a product by itself would be written twice."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +68,7 @@ class AttentionChoice:
     chunk_stages: int
     single_warps: int
     single_stages: int
-    split_tiles: int = 2  # of a split; twice as many from 16 splits on
+    split_tiles: int = 4  # of a split; twice as many from 8 splits on
     max_splits: int = 64  # beyond, splits are longer
 
 
@@ -91,23 +76,23 @@ GQA = AttentionChoice(128, 8, 3, 4, 3)
 MLA = AttentionChoice(64, 8, 2, 8, 2)
 """Keys of 256, and latents of 512."""
 
-ONE, SOME = ThinChoice(16, 512, 4, 3), ThinChoice(4, 512, 4, 4)
-"""Products of one or two tokens, and of more."""
+FEW_OUTPUTS, OUTPUTS, PAIRS = (
+    ThinChoice(8, 512, 4, 4),
+    ThinChoice(16, 512, 4, 3),
+    ThinChoice(8, 512, 2, 4),
+)
+"""Of one token: up to some thousands of outputs, more of them, and pairs for an activation."""
 
-SPARSE = ThinChoice(8, 512, 4, 4)
-"""Products of one or two tokens with few outputs."""
+MANY_OUTPUTS = 8192
 
-SPARSE_OUTPUTS = 16 * 132 * 4
-"""Fewer outputs than these leave a multiprocessor of a Hopper GPU less than four programs."""
+HEAD = WideChoice(128, 64, 4, 4)
+"""Logits of up to so many tokens, which are fp32 in the end: one product, written once."""
 
-THIN_TOKENS = 4
-"""Products of at most so many tokens are thin."""
-
-GATED_TOKENS = 4
-"""Of those behind a gated norm, products of at most so many tokens take it along."""
+HEAD_TOKENS = 64
 
 FIRST_CAPABILITY = (9, 0)
-"""Where thin products were tried."""
+"""Where these were measured (H200): at more than one token cuBLAS was ahead of them, but for
+logits."""
 
 
 @cache
@@ -115,23 +100,23 @@ def _hopper(device: torch.device) -> bool:
     return device.type == "cuda" and torch.cuda.get_device_capability(device) >= FIRST_CAPABILITY
 
 
-def thin_choice(x: torch.Tensor, weight: torch.Tensor) -> ThinChoice | None:
-    """How x [T, ...] meets weight [N, K] in a thin product, or None: it should not."""
-    if x.shape[0] > THIN_TOKENS or x.dtype != torch.bfloat16 or not _hopper(x.device):
+def thin_choice(x: torch.Tensor, weight: torch.Tensor, *, pairs: bool = False) -> ThinChoice | None:
+    """How x [T, ...] meets weight [N, K] in a product of one token, or None: it should not.
+
+    `pairs`: the halves of what comes out go into an activation.
+    """
+    if x.shape[0] != 1 or x.dtype != torch.bfloat16 or not _hopper(x.device):
         return None
-    if x.shape[0] > 2:
-        return SOME
-    return SPARSE if weight.shape[0] < SPARSE_OUTPUTS else ONE
+    if pairs:
+        return PAIRS
+    return FEW_OUTPUTS if weight.shape[0] < MANY_OUTPUTS else OUTPUTS
 
 
-def wide_choice(
-    x: torch.Tensor, weight: torch.Tensor, most: int | None = None
-) -> WideChoice | None:
-    """How x [T, ...] meets weight [N, K] in a wide product, or None: it should not."""
-    tokens, most = x.shape[0], WIDE_TOKENS if most is None else most
-    if not THIN_TOKENS < tokens <= most or x.dtype != torch.bfloat16 or not _hopper(x.device):
+def head_choice(x: torch.Tensor) -> WideChoice | None:
+    """How x [T, K] becomes logits of some dozens of tokens, or None: through cuBLAS."""
+    if x.shape[0] > HEAD_TOKENS or x.dtype != torch.bfloat16 or not _hopper(x.device):
         return None
-    return HEAD if weight.shape[0] >= MANY_OUTPUTS else WIDE
+    return HEAD
 
 
 ROOMY = frozenset({(9, 0), (10, 0), (10, 3)})

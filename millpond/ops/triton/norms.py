@@ -53,8 +53,6 @@ def add_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference's, in one launch."""
     kind = ZERO_CENTRED if zero_centred else PLAIN
-    if y is not None and y.ndim == 2:
-        y = y[None]
     total = x if y is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
     return _norm(kind, x, norm, eps, added=y, total=total), total
 
@@ -101,9 +99,8 @@ def _norm(
             x, x if gate is None else gate, x if added is None else added, weight,
             weight if bias is None else bias, out, out if total is None else total, count,
             token_stride(x), 0 if gate is None else token_stride(gate),
-            0 if added is None else added.stride(1), 0 if added is None else added.stride(0), eps,
-            KIND=kind, PARTS=0 if added is None else added.shape[0], INNER=inner, H=size,
-            HP=padded, VECTORS=vectors,
+            0 if added is None else token_stride(added), eps,
+            KIND=kind, ADDING=added is not None, INNER=inner, H=size, HP=padded, VECTORS=vectors,
             num_warps=min(16, max(4, padded // 1024)), **LAUNCH, **overlap(x.device),
         )  # fmt: skip
     return out
@@ -111,9 +108,8 @@ def _norm(
 
 @live
 def _vectors(
-    x, gate, added, weight, bias, out, total, count, x_stride, gate_stride, added_stride,
-    split_stride, eps,
-    KIND: tl.constexpr, PARTS: tl.constexpr, INNER: tl.constexpr, H: tl.constexpr,
+    x, gate, added, weight, bias, out, total, count, x_stride, gate_stride, added_stride, eps,
+    KIND: tl.constexpr, ADDING: tl.constexpr, INNER: tl.constexpr, H: tl.constexpr,
     HP: tl.constexpr, VECTORS: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """VECTORS vectors; INNER of them belong to a token."""
@@ -128,13 +124,9 @@ def _vectors(
     value = tl.load(x + token * x_stride + inside, mask=here, other=0.0).to(tl.float32)
     place = vector.to(tl.int64)[:, None] * H + h[None, :]
     KEPT: tl.constexpr = out.dtype.element_ty
-    if PARTS > 0:
-        at = added + token * added_stride + inside
-        more = tl.load(at, mask=here, other=0.0).to(tl.float32)
-        for part in tl.static_range(1, PARTS):
-            more += tl.load(at + part * split_stride, mask=here, other=0.0).to(tl.float32)
-        more = rounded(more, KEPT).to(tl.float32)
-        value = rounded(value + more, KEPT)
+    if ADDING:
+        more = tl.load(added + token * added_stride + inside, mask=here, other=0.0)
+        value = rounded(value + more.to(tl.float32), KEPT)
         tl.store(total + place, value, mask=here)
         value = value.to(tl.float32)
     if KIND == LAYER:

@@ -1,9 +1,9 @@
 """Dense matrix products on a GPU, with what stands before and behind them.
 
-Contract: `millpond.ops.reference.linear` and `.fused`. Few tokens go through one kernel that reads
-the weights at the memory's speed (`thin`), some dozens through another, the rest through cuBLAS,
-without the padding that makes rows invariant elsewhere: a row may depend on how many rows there
-are. Where there is no GPU (under the interpreter) the reference multiplies.
+Contract: `millpond.ops.reference.linear` and `.fused`. One token goes through a kernel that reads
+the weights at the memory's speed (`thin`), others through cuBLAS, without the padding that makes
+rows invariant elsewhere: a row may depend on how many rows there are. Where there is no GPU (under
+the interpreter) the reference multiplies.
 """
 
 from __future__ import annotations
@@ -12,22 +12,18 @@ import torch
 from torch.nn import functional
 
 from millpond.ops.reference import linear as reference
-from millpond.ops.triton import layer_choices, thin
+from millpond.ops.triton import thin
 from millpond.ops.triton.elementwise import swiglu
-from millpond.ops.triton.layer_choices import HEAD_TOKENS, thin_choice, wide_choice
+from millpond.ops.triton.layer_choices import head_choice, thin_choice
 from millpond.ops.triton.norms import add_norm, gated_rms_norm_sigmoid, gated_rms_norm_silu
-from millpond.ops.triton.shared import power_of_two
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """As the reference, in one launch."""
+    """As the reference, in one call."""
     if x.device.type != "cuda":
         return reference.linear(x, weight, bias)
-    if x.ndim == 2 and bias is None:
-        if choice := thin_choice(x, weight):
-            return thin.thin_linear(x, weight, choice)
-        if wide := wide_choice(x, weight):
-            return thin.wide_linear(x, weight, wide)
+    if x.ndim == 2 and bias is None and (choice := thin_choice(x, weight)):
+        return thin.thin_linear(x, weight, choice)
     return functional.linear(x, weight, bias)
 
 
@@ -35,16 +31,9 @@ def linear_float(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """As the reference: one launch for some dozens of tokens, else two."""
     if choice := thin_choice(x, weight):
         return thin.thin_linear(x, weight, choice, dtype=torch.float32)
-    if wide := wide_choice(x, weight, HEAD_TOKENS):
+    if wide := head_choice(x):
         return thin.wide_linear(x, weight, wide, dtype=torch.float32)
     return linear(x, weight).float()
-
-
-def linear_parts(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """As the reference; some dozens of tokens and few outputs give several parts, in fp32."""
-    if choice := wide_choice(x, weight):
-        return thin.wide_parts(x, weight, choice)
-    return linear(x, weight)[None]
 
 
 def linear_by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -65,11 +54,9 @@ def norm_linear(
     eps: float,
     zero_centred: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference: one launch for few tokens, else two."""
+    """As the reference: one launch for one token, else two."""
     if choice := thin_choice(x, weight):
-        return thin.thin_norm_linear(
-            x, _one(y), norm, weight, choice, eps=eps, zero_centred=zero_centred
-        )
+        return thin.thin_norm_linear(x, y, norm, weight, choice, eps=eps, zero_centred=zero_centred)
     inner, total = add_norm(x, y, norm, eps=eps, zero_centred=zero_centred)
     return linear(inner, weight), total
 
@@ -77,11 +64,9 @@ def norm_linear(
 def linear_swiglu(
     x: torch.Tensor, weight: torch.Tensor, *, limit: float | None = None
 ) -> torch.Tensor:
-    """As the reference: one launch for few tokens, else two."""
-    if choice := thin_choice(x, weight):
+    """As the reference: one launch for one token, else two."""
+    if choice := thin_choice(x, weight, pairs=True):
         return thin.thin_linear_swiglu(x, weight, choice, limit=limit)
-    if wide := wide_choice(x, weight):
-        return thin.wide_linear(x, weight, wide, swiglu=True, limit=limit)
     gate, up = linear(x, weight).chunk(2, -1)
     return swiglu(gate, up, limit)
 
@@ -96,10 +81,10 @@ def norm_swiglu(
     zero_centred: bool,
     limit: float | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference: one launch for few tokens, else three."""
-    if choice := thin_choice(x, weight):
+    """As the reference: one launch for one token, else three."""
+    if choice := thin_choice(x, weight, pairs=True):
         return thin.thin_norm_swiglu(
-            x, _one(y), norm, weight, choice, eps=eps, zero_centred=zero_centred, limit=limit
+            x, y, norm, weight, choice, eps=eps, zero_centred=zero_centred, limit=limit
         )
     inner, total = add_norm(x, y, norm, eps=eps, zero_centred=zero_centred)
     return linear_swiglu(inner, weight, limit=limit), total
@@ -114,17 +99,6 @@ def gated_norm_linear(
     eps: float,
     silu: bool,
 ) -> torch.Tensor:
-    """As the reference: one launch for few tokens, else two."""
-    alike = x.shape[-1] == power_of_two(x.shape[-1]) and x.shape[0] <= layer_choices.GATED_TOKENS
-    if alike and (choice := thin_choice(x, weight)):
-        found = thin.thin_gated_norm_linear(x, gate, norm, weight, choice, eps=eps, silu=silu)
-        return found[None]
+    """As the reference, in two launches."""
     gated = gated_rms_norm_silu if silu else gated_rms_norm_sigmoid
-    return linear_parts(gated(x, gate, norm, eps).flatten(1), weight)
-
-
-def _one(y: torch.Tensor | None) -> torch.Tensor | None:
-    """What is added to few tokens: products of few tokens come in one part."""
-    if y is None or y.ndim == 2:
-        return y
-    return y.squeeze(0)
+    return linear(gated(x, gate, norm, eps).flatten(1), weight)

@@ -147,26 +147,22 @@ def by_token(s: Sizes, t: int) -> None:
             x, weights, experts, torch.empty((s.experts, 2 * s.middle, s.hidden), dtype=BF16),
             torch.empty((s.experts, s.hidden, s.middle), dtype=BF16), limit=10.0, shared=x,
         )  # fmt: skip
-    if t <= layer_choices.THIN_TOKENS:
-        products(s, x, short)
+    products(s, x)
     for ask in (Ask(top_k=20, top_p=0.9), Ask(temperature=0.0), Ask(seed=1)):
         rows = rows_of(*[ask] * t, vocab=s.vocabulary)
         sampling.sample(torch.zeros(t, s.vocabulary), rows)
 
 
-def products(s: Sizes, x: torch.Tensor, by_head: torch.Tensor) -> None:
-    """Thin ones, with all that may stand around them."""
+def products(s: Sizes, x: torch.Tensor) -> None:
+    """Those of one token, with all that may stand around them; logits."""
     norm, named = zeros(s.hidden), {"eps": 1e-6, "zero_centred": True}
-    one = (layer_choices.SPARSE, layer_choices.ONE)
-    for choice in one if len(x) == 1 else (layer_choices.SOME,):
-        weight = zeros(2 * s.middle, s.hidden)
-        thin.thin_linear(x, weight, choice)
-        thin.thin_norm_linear(x, x, norm, weight, choice, **named)
-        thin.thin_norm_swiglu(x, x, norm, weight, choice, limit=None, **named)
-        thin.thin_gated_norm_linear(
-            by_head, by_head, zeros(s.dim).float(), zeros(s.middle, s.heads * s.dim), choice,
-            eps=1e-6, silu=True,
-        )  # fmt: skip
+    weight = zeros(2 * s.middle, s.hidden)
+    if len(x) == 1:
+        for choice in (layer_choices.FEW_OUTPUTS, layer_choices.OUTPUTS):
+            thin.thin_linear(x, weight, choice)
+            thin.thin_norm_linear(x, x, norm, weight, choice, **named)
+        thin.thin_norm_swiglu(x, x, norm, weight, layer_choices.PAIRS, limit=None, **named)
+    thin.wide_linear(x, weight, layer_choices.HEAD, dtype=torch.float32)
 
 
 EXPECTED = {
@@ -181,7 +177,8 @@ EXPECTED = {
     "moe._order": 2,  # few choices of an expert, and many
     "moe._up": 2,
     "moe._down": 2,
-    "thin._few": 12,  # one token with few outputs and many, and more tokens; four kinds
+    "thin._thin": 5,  # few outputs and many, with a norm or not; pairs
+    "thin._wide": 2,  # up to 16 tokens, and up to 64
     "narrow._parts": 3,  # two routers and the streams
     "norms._vectors": 6,
 }
