@@ -50,6 +50,6 @@ def test_the_rate_in_force_stands_still_while_the_measured_one_wavers() -> None:
 def test_an_engine_measures_by_its_clock() -> None:
     tower = Tower(max_prefill_tokens=128)
     engine, times = tower.engine, iter(range(1000))
-    engine._clock = lambda: next(times) / 4  # seconds, one look after the other
+    engine._flights._clock = lambda: next(times) / 4  # seconds, one look after the other
     tower.answers([tower.request(range(640))])
     assert engine._ledger.prefill_rate.measured == pytest.approx(512)

@@ -10,7 +10,7 @@ from typing import Literal
 
 import pytest
 
-from millpond.plan.step import Row, StepPlan, StepResult, VerifyRow
+from millpond.plan.step import Ended, Launched, Row, StepPlan, VerifyRow
 from millpond.runtime.runner import ModelRunner
 from tests.support.faults import Fault
 from tests.support.handoff import Bench, Handoff
@@ -35,18 +35,18 @@ class Planted:
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
         """From here on, until `patch` is undone."""
-        execute, own = ModelRunner.execute, self.bench.worker.runner
+        launch, own = ModelRunner.launch, self.bench.worker.runner
 
-        def damaged(runner: ModelRunner, plan: StepPlan) -> StepResult:
+        def damaged(runner: ModelRunner, plan: StepPlan) -> Launched:
             if runner is own:
-                return execute(runner, plan)
+                return launch(runner, plan)
             self._before(runner, plan)
-            result = execute(runner, plan)
+            result = launch(runner, plan).result()  # the next step may be damaged by what it says
             for emitted in result.emitted:
                 self._tokens[emitted.seat].append(emitted.token)
-            return result
+            return Ended(result)
 
-        patch.setattr(ModelRunner, "execute", damaged)
+        patch.setattr(ModelRunner, "launch", damaged)
 
     def _before(self, runner: ModelRunner, plan: StepPlan) -> None:
         for seated in plan.seat_loads:
