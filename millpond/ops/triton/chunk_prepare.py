@@ -197,7 +197,7 @@ def _in_order(x, C: tl.constexpr, RUN: tl.constexpr):
 
 @triton.jit
 def _around_middle(
-    q, k, g, kk, qk, tiles, fall, token, keys,
+    q, k, q_unit, k_unit, g, kk, qk, tiles, fall, token, keys,
     K: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -212,6 +212,7 @@ def _around_middle(
     total = tl.sum(whole, 0)[None, :]
     tl.store(fall + keys[None, :], _exp2(total), mask=(keys < K)[None, :])
     early = (token < 32)[:, None]
+    k = k.to(tl.float32) * k_unit[:, None]
     _store_tile(tiles + 2 * 64 * K, k * _exp2(total - sums), token, keys, K)
     # Keys as queries and keys of the first sub-block see them, and as those of the second do.
     near = rounded(k * _exp2(tl.where(early, middle_0 - sums, 0.0)), OPERAND)
@@ -224,6 +225,7 @@ def _around_middle(
     k = rounded(k * about, OPERAND)
     kk += product(_in_order(tl.where(early, k, 0.0), C, RUN), near, OPERAND, PRECISION)
     kk += product(_in_order(tl.where(early, 0.0, k), C, RUN), far, OPERAND, PRECISION)
+    q = q.to(tl.float32) * q_unit[:, None]
     _store_tile(tiles + 64 * K, q * since, token, keys, K)
     q = rounded(q * about, OPERAND)
     qk += product(_in_order(tl.where(early, q, 0.0), C, RUN), near, OPERAND, PRECISION)
@@ -294,8 +296,8 @@ def _bounded(
         qs = tl.load(q_at + token[:, None] * q_stride + some[None, :], mask=within, other=0.0)
         ks = tl.load(k_at + token[:, None] * k_stride + some[None, :], mask=within, other=0.0)
         kk, qk = _around_middle(
-            qs.to(tl.float32) * q_unit[:, None], ks.to(tl.float32) * k_unit[:, None], g, kk, qk,
-            tiles, fall, token, some, K, C, RUN, OPERAND, PRECISION,
+            qs, ks, q_unit, k_unit, g, kk, qk, tiles, fall, token, some,
+            K, C, RUN, OPERAND, PRECISION,
         )  # fmt: skip
     return kk, qk
 

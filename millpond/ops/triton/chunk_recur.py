@@ -83,10 +83,13 @@ def _recur(
     s = _load_state(
         bank, tl.load(state_in + row).to(tl.int64), head, keys, values, bank_stride, K, V
     )
+    n = tl.arange(0, 16)
+    own_value = tl.program_id(0) * BV + 16 * tl.arange(0, BV // 16)[None, :, None, None]
+    own_value += n[None, None, :, None]
+    own_token = 16 * tl.arange(0, 4)[:, None, None, None] + n[None, None, None, :]
     tile_at = i[:, None] * K + keys[None, :]
     pair_at = i[:, None] * 64 + i[None, :]
     some_keys = (keys < K)[None, :]
-    some_values = (values < V)[:, None]
     own = ((length + 63) // 64) * (num_exports + 1) + num_exports
     done = (length * 0).to(tl.int32)
     last = length * 0 - 1
@@ -142,10 +145,11 @@ def _recur(
             if not BY_CHANNEL:
                 taken = rounded(fresh * until, OPERAND)
             s = s * fall + product(taken, k_until, OPERAND, PRECISION)
-            at = o_at + (token * H + head) * V + i[None, :] * (H * V) + values[:, None]
-            tl.store(
-                at, rounded(read, o_at.dtype.element_ty), mask=some_values & (i < left)[None, :]
-            )
+            # Sixteen values by sixteen tokens at a time: each goes from one warp's registers to
+            # memory without the others'.
+            read = tl.reshape(rounded(read, o_at.dtype.element_ty), (BV // 16, 16, 4, 16))
+            at = o_at + (token * H + head) * V + own_token * (H * V) + own_value
+            tl.store(at, tl.permute(read, (2, 0, 1, 3)), mask=(own_value < V) & (own_token < left))
         e = stop - (stop // (num_exports + 1)) * (num_exports + 1)
         # A row may be in place, and without tokens: all threads have read before one writes.
         tl.debug_barrier()
