@@ -1,7 +1,7 @@
 """Tile sizes and warps of every kernel: one set for any GPU, others only for a GPU by its name.
 
-Knows no batch. A set under a GPU's name was measured on that GPU; there is none yet. The others
-follow from registers and shared memory as compiled for sm_90; no clock has seen them.
+Knows no batch. A set under a GPU's name was measured on that GPU. The others follow from
+registers and shared memory as compiled for sm_90.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class ConvChoice:
 
 @dataclass(frozen=True, slots=True)
 class TokenChoice:
-    """A program's tile of the per-token delta rule; decode and verify must agree on it."""
+    """A program's tile of the per-token delta rule; the bytes are the same for any `values`."""
 
     values: int = 16  # value channels of one head
     warps: int = 1
@@ -59,7 +59,14 @@ SMALL = Choices(chunks=ChunkChoice(stages=1))
 ROOMY = frozenset({(9, 0), (10, 0), (10, 3)})
 """Compute capabilities whose blocks may have that much."""
 
-MEASURED: MappingProxyType[str, Choices] = MappingProxyType({})
+MEASURED: MappingProxyType[str, Choices] = MappingProxyType(
+    {
+        "NVIDIA H200": Choices(
+            conv=ConvChoice(tokens=32, channels=256, warps=2, row_channels=256, row_warps=2),
+            tokens=TokenChoice(values=16, warps=1),
+        ),
+    }
+)
 """By the name that CUDA gives the GPU."""
 
 

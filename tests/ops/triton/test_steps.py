@@ -11,9 +11,11 @@ import torch
 
 from millpond.ops.batch import RowSlots, VerifyRows, WriteLog
 from millpond.ops.reference import steps
+from millpond.ops.triton import choices
+from millpond.ops.triton.choices import Choices, TokenChoice
 from tests.ops.batches import make_rows, strided_bank
 from tests.ops.triton.side_by_side import NAN, bank_copy, equal_bytes, run
-from tests.ops.triton.test_tokens import DTYPES, Layer, compare_banks, verify_case
+from tests.ops.triton.test_tokens import DTYPES, PUBLISHED, Layer, compare_banks, verify_case
 from tests.ops.triton.tolerances import within
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -143,3 +145,25 @@ def test_verify_rows_are_those_of_convolution_and_delta_rule(
         at = int(rows.seats[row]), 1 - int(rows.parity[row]), slice(int(rows.num_drafts[row]))
         for name in ("ring", "ring_decay", "ring_beta"):
             assert equal_bytes(made[1][1][name][at], made[0][1][name][at]), name
+
+
+@pytest.mark.parametrize("kind", PUBLISHED)
+def test_states_and_outputs_are_the_same_bytes_whatever_the_tile(
+    kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that a choice for another GPU, or for another number of rows, changes nobody's text."""
+    rows = verify_case(1)
+    layer = Mixer(kind, rows.num_tokens, BF16)
+    named = {"window": layer.window(), "bank": layer.bank(SLOTS), **layer.rings(1)}
+    made = []
+    for values in (8, 16, 32):
+        tile = Choices(tokens=TokenChoice(values=values))
+        monkeypatch.setattr(choices, "_of_device", lambda _, tile=tile: tile)
+        kept = {n: bank_copy(x.mT).mT if n == "window" else bank_copy(x) for n, x in named.items()}
+        log = replace(rows, written=WriteLog())
+        args = (layer.x, layer.weight, layer.decay, layer.beta)
+        o = run("mix_verify", device, *args, gate=layer.gate, **kept, rows=log)
+        made.append((o[rows.filled.flatten()], kept["bank"]))
+    for o, bank in made[1:]:
+        assert equal_bytes(o, made[0][0])
+        assert equal_bytes(bank, made[0][1])
