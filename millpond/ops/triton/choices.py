@@ -40,6 +40,7 @@ class ChunkChoice:
     warps: int = 4
     stages: int = 3
     prepare_warps: int = 4
+    prepare_registers: int | None = None  # at most so many a thread: more programs at a time
 
 
 @dataclass(frozen=True, slots=True)

@@ -165,8 +165,9 @@ def _unit_rows(x, EPS: tl.constexpr):
 
 
 @triton.jit
-def _store_tile(at, x, i, keys, K: tl.constexpr):
-    """x [64, KP] into a tile [64, K]."""
+def _store_tile(at, x, i, keys, K: tl.constexpr, C: tl.constexpr):
+    """x, 64 tokens by C keys in the order of i and keys, into a tile [64, K]."""
+    x = tl.reshape(x, (64, C))
     inside = (i >= 0)[:, None] & (keys < K)[None, :]
     tl.store(at + i[:, None] * K + keys[None, :], rounded(x, at.dtype.element_ty), mask=inside)
 
@@ -180,19 +181,18 @@ def _by_channel(
     k = k.to(tl.float32) * k_unit[:, None]
     q = q.to(tl.float32) * q_unit[:, None]
     since = tl.exp(_sums(i[:, None] >= i[None, :], g))
-    _store_tile(tiles, -k * since, i, keys, K)
-    _store_tile(tiles + 64 * K, q * since, i, keys, K)
+    _store_tile(tiles, -k * since, i, keys, K, KP)
+    _store_tile(tiles + 64 * K, q * since, i, keys, K, KP)
     until = tl.exp(_sums(i[:, None] < i[None, :], g))
-    _store_tile(tiles + 2 * 64 * K, k * until, i, keys, K)
+    _store_tile(tiles + 2 * 64 * K, k * until, i, keys, K, KP)
     tl.store(fall + keys, tl.exp(tl.sum(g, 0)), mask=keys < K)
     return _pairs_anyhow(q, k, g, KP, OPERAND, PRECISION)
 
 
 @triton.jit
-def _in_order(x, C: tl.constexpr, RUN: tl.constexpr):
-    """x [64, C], whose row 64 / RUN * p + t is token RUN * t + p -> its rows in tokens' order."""
-    x = tl.reshape(x, (RUN, 64 // RUN, C))
-    return tl.reshape(tl.permute(x, (1, 0, 2)), (64, C))
+def _in_order(x, C: tl.constexpr):
+    """x [2, RUN, 32 / RUN, C], at [e, p, t] token 32 e + RUN t + p -> [64, C] in tokens' order."""
+    return tl.reshape(tl.permute(x, (0, 2, 1, 3)), (64, C))
 
 
 @triton.jit
@@ -201,35 +201,45 @@ def _around_middle(
     K: tl.constexpr, C: tl.constexpr, RUN: tl.constexpr,
     OPERAND: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """As `_by_channel` for some key channels, g in powers of two; adds to kk and qk."""
-    runs = tl.reshape(g, (RUN, 64 // RUN, C))
-    whole = tl.sum(runs, 0)
-    ends = tl.cumsum(whole, 0)
-    sums = tl.reshape(tl.cumsum(runs, 0) + (ends - whole)[None, :, :], (64, C))
-    run = tl.arange(0, 64 // RUN)[:, None]
-    middle_0 = tl.sum(tl.where(run == 16 // RUN - 1, ends, 0.0), 0)[None, :]
-    middle_1 = tl.sum(tl.where(run == 48 // RUN - 1, ends, 0.0), 0)[None, :]
-    total = tl.sum(whole, 0)[None, :]
-    tl.store(fall + keys[None, :], _exp2(total), mask=(keys < K)[None, :])
-    early = (token < 32)[:, None]
-    k = k.to(tl.float32) * k_unit[:, None]
-    _store_tile(tiles + 2 * 64 * K, k * _exp2(total - sums), token, keys, K)
+    """As `_by_channel` for some key channels, g in powers of two; adds to kk and qk.
+
+    Two sub-blocks of tokens, [2, RUN, 32 / RUN, C], in the order of `_in_order`.
+    """
+    RUNS: tl.constexpr = 32 // RUN
+    g = tl.reshape(g, (2, RUN, RUNS, C))
+    whole = tl.sum(g, 1)
+    ends = tl.cumsum(whole, 1)
+    sums = tl.cumsum(g, 1) + (ends - whole)[:, None, :, :]
+    run = tl.arange(0, RUNS)[None, :, None]
+    block = tl.arange(0, 2)[:, None]
+    middle = tl.sum(tl.where(run == 16 // RUN - 1, ends, 0.0), 1)
+    own = tl.sum(whole, 1)
+    first = tl.sum(tl.where(block == 0, own, 0.0), 0)[None, :]
+    last = tl.sum(tl.where(block == 1, own, 0.0), 0)[None, :]
+    later_middle = tl.sum(tl.where(block == 1, middle, 0.0), 0)[None, :]
+    tl.store(fall + keys[None, :], _exp2(first + last), mask=(keys < K)[None, :])
+    before = tl.where(block == 0, 0.0, first)[:, None, None, :]
+    until = tl.where(block == 0, first + last, last)[:, None, None, :]
+    later = tl.where(block == 0, first + later_middle, later_middle)[:, None, None, :]
+    middle = middle[:, None, None, :]
+    early = block[:, :, None, None] == 0
+    k = tl.reshape(k.to(tl.float32) * k_unit[:, None], (2, RUN, RUNS, C))
+    _store_tile(tiles + 2 * 64 * K, k * _exp2(until - sums), token, keys, K, C)
     # Keys as queries and keys of the first sub-block see them, and as those of the second do.
-    near = rounded(k * _exp2(tl.where(early, middle_0 - sums, 0.0)), OPERAND)
-    near = tl.trans(_in_order(near, C, RUN))
-    far = rounded(k * _exp2(middle_1 - sums), OPERAND)
-    far = tl.trans(_in_order(far, C, RUN))
-    since = _exp2(sums)
-    about = _exp2(sums - tl.where(early, middle_0, middle_1))
-    _store_tile(tiles, -k * since, token, keys, K)
-    k = rounded(k * about, OPERAND)
-    kk += product(_in_order(tl.where(early, k, 0.0), C, RUN), near, OPERAND, PRECISION)
-    kk += product(_in_order(tl.where(early, 0.0, k), C, RUN), far, OPERAND, PRECISION)
-    q = q.to(tl.float32) * q_unit[:, None]
-    _store_tile(tiles + 64 * K, q * since, token, keys, K)
-    q = rounded(q * about, OPERAND)
-    qk += product(_in_order(tl.where(early, q, 0.0), C, RUN), near, OPERAND, PRECISION)
-    qk += product(_in_order(tl.where(early, 0.0, q), C, RUN), far, OPERAND, PRECISION)
+    near = tl.where(early, k * _exp2(middle - sums), 0.0)
+    near = tl.trans(_in_order(rounded(near, OPERAND), C))
+    far = tl.trans(_in_order(rounded(k * _exp2(later - sums), OPERAND), C))
+    since = _exp2(sums + before)
+    about = _exp2(sums - middle)
+    _store_tile(tiles, -k * since, token, keys, K, C)
+    k *= about
+    kk += product(_in_order(tl.where(early, k, 0.0), C), near, OPERAND, PRECISION)
+    kk += product(_in_order(tl.where(early, 0.0, k), C), far, OPERAND, PRECISION)
+    q = tl.reshape(q.to(tl.float32) * q_unit[:, None], (2, RUN, RUNS, C))
+    _store_tile(tiles + 64 * K, q * since, token, keys, K, C)
+    q *= about
+    qk += product(_in_order(tl.where(early, q, 0.0), C), near, OPERAND, PRECISION)
+    qk += product(_in_order(tl.where(early, 0.0, q), C), far, OPERAND, PRECISION)
     return kk, qk
 
 
@@ -278,7 +288,7 @@ def _bounded(
     (speed alone depends on that).
     """
     r = tl.arange(0, 64)
-    token = (r % (64 // RUN)) * RUN + r // (64 // RUN)
+    token = (r // 32) * 32 + (r % (32 // RUN)) * RUN + (r % 32) // (32 // RUN)
     live = (token < left)[:, None]
     keys = tl.arange(0, KP)
     inside = live & (keys < K)[None, :]
