@@ -314,7 +314,7 @@ def _bounded(
 
 @kernel
 def _prepare(
-    q_at, k_at, decay_at, beta, a_log, dt_bias, work, scales, cu_seqlens, num_rows, bound,
+    q_at, k_at, decay, beta, a_log, dt_bias, work, scales, cu_seqlens, num_rows, bound,
     q_stride, k_stride, decay_stride, beta_stride,
     H: tl.constexpr, HK: tl.constexpr, K: tl.constexpr, KP: tl.constexpr, BY_CHANNEL: tl.constexpr,
     BOUNDED: tl.constexpr, EPS: tl.constexpr, RECORD: tl.constexpr, NUMBERS: tl.constexpr,
@@ -347,7 +347,9 @@ def _prepare(
         weight = tl.where(live, weight, 0.0)
         q_at += token * q_stride + (head // (H // HK)) * K
         k_at += token * k_stride + (head // (H // HK)) * K
-        decay_at += token * decay_stride
+        decay_at = decay + token * decay_stride
+        if BY_CHANNEL:
+            decay_at = tl.multiple_of(decay_at, 16)  # in bytes; the host sees to it
         if AROUND_MIDDLE:
             kk, qk = _bounded(
                 q_at, k_at, q_stride, k_stride, decay_at, dt_bias, decay_stride, head, left, rate,
