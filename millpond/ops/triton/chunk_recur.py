@@ -116,7 +116,6 @@ def _recur(
                 k_since = _tile(tiles + tile_at, some_keys, K == KP)
                 q_since = _tile(tiles + 64 * K + tile_at, some_keys, K == KP)
                 k_until = _tile(tiles + 2 * 64 * K + tile_at, some_keys, K == KP)
-                fall = tl.load(numbers + keys, mask=keys < K, other=0.0)[None, :]
             else:
                 k_rows = k_at + token * k_stride + key_head * K
                 q_rows = q_at + token * q_stride + key_head * K
@@ -127,23 +126,22 @@ def _recur(
                     q_rows + token_row[:, None] * q_stride + keys[None, :], some_keys, K == KP
                 )
                 k_until = k_since
-                of_k = tl.load(numbers + i)[None, :]
-                of_q = tl.load(numbers + 64 + i)[None, :]
-                until = tl.load(numbers + 2 * 64 + i)[None, :]
-                fall = tl.load(numbers + 3 * 64)
             held = rounded(s, OPERAND)
             known = product(held, tl.trans(k_since), OPERAND, PRECISION)
             if not BY_CHANNEL:
-                known *= of_k
+                known *= tl.load(numbers + i)[None, :]
             fresh = product(tl.trans(vs), tl.trans(solve), OPERAND, PRECISION)
             fresh += product(known, tl.trans(solve), OPERAND, PRECISION)
             taken = rounded(fresh, OPERAND)
             read = product(held, tl.trans(q_since), OPERAND, PRECISION)
             if not BY_CHANNEL:
-                read *= of_q
+                read *= tl.load(numbers + 64 + i)[None, :]
             read += product(taken, tl.trans(pairs), OPERAND, PRECISION)
-            if not BY_CHANNEL:
-                taken = rounded(fresh * until, OPERAND)
+            if BY_CHANNEL:
+                fall = tl.load(numbers + keys, mask=keys < K, other=0.0)[None, :]
+            else:
+                taken = rounded(fresh * tl.load(numbers + 2 * 64 + i)[None, :], OPERAND)
+                fall = tl.load(numbers + 3 * 64)
             s = s * fall + product(taken, k_until, OPERAND, PRECISION)
             # Sixteen values by sixteen tokens at a time: each goes from one warp's registers to
             # memory without the others'.
