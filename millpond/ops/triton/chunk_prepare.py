@@ -85,20 +85,21 @@ def _spread(x, SIZE: tl.constexpr):
 
 
 @triton.jit
-def _pairs_joined(a, inverse, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+def _pairs_joined(a, inverse, SIZE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """From inverses of blocks of SIZE / 2 along the diagonal of I + a to those of SIZE."""
     i = tl.arange(0, 64)
     pair = (i // SIZE)[:, None] == (i // SIZE)[None, :]
     below = (i // (SIZE // 2))[:, None] != (i // (SIZE // 2))[None, :]
-    moved = product(tl.where(pair & below, a, 0.0), inverse, tl.float32, PRECISION)
-    return inverse - product(inverse, moved, tl.float32, PRECISION)
+    moved = product(tl.where(pair & below, a, 0.0), inverse, OPERAND, PRECISION)
+    return inverse - product(inverse, moved, OPERAND, PRECISION)
 
 
 @triton.jit
-def _unit_lower_inverse(a, SIZE: tl.constexpr, PRECISION: tl.constexpr):
+def _unit_lower_inverse(a, SIZE: tl.constexpr, OPERAND: tl.constexpr, PRECISION: tl.constexpr):
     """(I + a)^-1, a [64, 64] strictly lower: sub-blocks of SIZE row after row, then pairs of them.
 
-    Stable where powers of a are not.
+    Stable where powers of a are not. What the delta rule makes of one value is no larger than that
+    value, so that no element exceeds 1: fp16 operands have the range, and TF32's precision.
     """
     COUNT: tl.constexpr = 64 // SIZE
     b = tl.arange(0, COUNT)
@@ -114,9 +115,9 @@ def _unit_lower_inverse(a, SIZE: tl.constexpr, PRECISION: tl.constexpr):
         small = tl.where((r == row)[None, :, None], small - known[:, None, :], small)
     inverse = _spread(small, SIZE)
     if SIZE == 8:
-        inverse = _pairs_joined(a, inverse, 16, PRECISION)
-    inverse = _pairs_joined(a, inverse, 32, PRECISION)
-    return _pairs_joined(a, inverse, 64, PRECISION)
+        inverse = _pairs_joined(a, inverse, 16, OPERAND, PRECISION)
+    inverse = _pairs_joined(a, inverse, 32, OPERAND, PRECISION)
+    return _pairs_joined(a, inverse, 64, OPERAND, PRECISION)
 
 
 @triton.jit
@@ -379,5 +380,8 @@ def _prepare(
         qk = tl.where(i[:, None] >= i[None, :], qk, 0.0)
         tl.store(pair + 4096, rounded(qk, kind))
         lower = tl.where(i[:, None] > i[None, :], weight[:, None] * kk, 0.0)
-        inverse = _unit_lower_inverse(lower, SOLVED, PRECISION)
+        if tl.bfloat16 == OPERAND:
+            inverse = _unit_lower_inverse(lower, SOLVED, tl.float16, PRECISION)
+        else:
+            inverse = _unit_lower_inverse(lower, SOLVED, OPERAND, PRECISION)
         tl.store(pair, rounded(inverse * weight[None, :], kind))

@@ -11,7 +11,7 @@ By channel, the decayed queries and keys are tiles of the workspace. By head the
 they came: decay, and what makes them unit vectors, is applied to the rows of the products.
 
 Rounding. State, decay, beta, norms and all sums are fp32. Matrix operands: in a bf16 model bf16,
-except in the triangular solve, where they are TF32; otherwise three TF32 products stand for each
+except in the triangular solve, where they are fp16; otherwise three TF32 products stand for each
 fp32 one. T, qk and decayed queries and keys are stored in the operands' type.
 """
 
