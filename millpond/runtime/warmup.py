@@ -174,7 +174,7 @@ class _Plans:
             seat_loads=self.loads(seats, GREEDY),
             page_updates=self.tables(seats),
         )
-        yield self.step(prefill=tuple(self.row(s, 0, n - s % 2, s) for s in seats[:2]))
+        yield self.step(prefill=tuple(self.row(s, 0, max(1, n - s % 2), s) for s in seats[:2]))
         start = PAGE_SIZE if n > PAGE_SIZE else 0
         state = 4 if start else None
         mixed = self.row(seats[0], start, n - start, 0, state_in=state, prompt_logprobs=2)

@@ -126,6 +126,15 @@ def test_every_plan_keeps_within_the_pages_slots_and_positions_there_are(
         )
 
 
+@pytest.mark.parametrize("drafts", [0, 7])
+@pytest.mark.parametrize("session_len", [2, 33])
+def test_a_worker_for_the_shortest_sequences_warms_up(drafts: int, session_len: int) -> None:
+    c = capabilities(num_draft_tokens=drafts, max_position=session_len, runs_ahead=True)
+    rows = [row for plan in every_kind(c) for row in (*plan.prefill, *plan.decode)]
+    assert all(row.tokens for row in rows)
+    bundled("qwen", drafts, session_len=session_len).warm_up()
+
+
 @pytest.mark.parametrize("drafts", [0, 3])
 def test_the_largest_step_holds_the_whole_budget_and_every_seat_at_the_longest_length(
     drafts: int,
