@@ -6,9 +6,12 @@ therefore be overtaken by a bounded number of admissions; then it goes ahead of 
 
 from __future__ import annotations
 
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 
 from millpond.engine.request import Sequence
+
+LEAST_CROWDED = 64
+"""Entries among which nobody looks for those that wait no longer."""
 
 
 class Turns:
@@ -24,6 +27,7 @@ class Turns:
         self._admitted = 0
         self._due: list[tuple[int, int, Sequence]] = []  # the earliest first
         self._arrivals = 0
+        self._crowded = LEAST_CROWDED
 
     def came(self, sequence: Sequence, others: int) -> None:
         """A sequence waits, behind `others` at most."""
@@ -36,6 +40,10 @@ class Turns:
         sequence.due = self._admitted + sequence.patience
         self._arrivals += 1
         heappush(self._due, (sequence.due, self._arrivals, sequence))
+        if len(self._due) > self._crowded:  # those that are over may be most of them
+            self._due = [entry for entry in self._due if entry[2].due == entry[0]]
+            heapify(self._due)
+            self._crowded = max(LEAST_CROWDED, 2 * len(self._due))
 
     def done(self, sequence: Sequence) -> None:
         """A sequence waits no longer: it has all it waited for, or is over."""

@@ -129,3 +129,11 @@ def test_one_that_went_first_keeps_its_place_when_it_runs():
     assert tower.engine.stats().preemptions == 0
     assert admitted(tower) == ["r0", "r1", "r2"]
     assert all(list(stream)[-1].finish_reason == "length" for stream in streams)
+
+
+def test_nobody_is_remembered_who_is_over_however_patient_all_are():
+    tower = Tower(max_overtakes=10**9)
+    patient = tower.engine._scheduler.turns
+    for number in range(200):
+        tower.answers([tower.request(prompt(number, 5), max_tokens=1)])
+    assert len(patient._due) <= 64
