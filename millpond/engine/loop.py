@@ -349,8 +349,12 @@ class Engine:
 
     def _shut(self) -> None:
         """End what is left, give everything back, close the executor."""
-        while self._flights:
-            self._land()
+        try:
+            while self._flights:
+                self._land()
+        except Exception as error:
+            logger.exception("the engine failed while it was closed")
+            self._die(error)  # nobody waits for an answer for ever
         self._read_inbox()
         for request in self._left():
             self._committer.end_request(request, "abort")

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from millpond.engine.types import Delta
-from millpond.plan.step import PAGE_SIZE, StepPlan
+from millpond.plan.step import PAGE_SIZE, Ended, StepPlan, StepResult
 from tests.support.symbolic import as_state, step_failure
 from tests.support.towers import Tower, collect
 
@@ -379,3 +379,15 @@ def test_whoever_finds_no_room_stops_nobody_though_anchors_are_kept(num_drafts):
     assert stats.checkpoints_published["decode"] > 0
     # Three prompts, then the fourth; the first of the live rows after each; two looks at the queue.
     assert stats.steps - stats.steps_ahead == 6
+
+
+def test_a_step_in_flight_that_breaks_the_engine_while_it_is_closed_leaves_nobody_waiting():
+    made = tower(0, late=False)
+    stream = made.engine.submit(made.request(range(70), max_tokens=500))
+    until_live(made)
+    flight = made.executor.flights[0]
+    flight.outcome = Ended(StepResult(step=10**6))
+    made.engine.close(drain=False)
+    assert collect(stream)[0][1] == "error"
+    assert made.executor.closed
+    assert made.engine.failure is not None
