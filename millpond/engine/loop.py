@@ -343,8 +343,10 @@ class Engine:
                     patience = None if self._tiers is None else self._tiers.patience()
                     with self._changed:
                         self._changed.wait_for(lambda: self._inbox or self._stopping, patience)
-        except Exception:
+        except Exception as error:
             logger.exception("the engine failed; no request is served any more")
+            if self._failure is None:  # not by a step: also then nothing more may be accepted
+                self._die(error)
         self._shut()
 
     def _shut(self) -> None:

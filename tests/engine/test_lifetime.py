@@ -7,6 +7,7 @@ import threading
 import msgspec
 import pytest
 
+from millpond.engine.loop import Engine
 from millpond.errors import Broken, Unavailable
 from tests.support.symbolic import step_failure
 from tests.support.towers import Tower, collect
@@ -208,3 +209,23 @@ def test_an_engine_is_started_once():
     with pytest.raises(RuntimeError):
         tower.engine.start()
     tower.engine.close()
+
+
+def test_an_engine_whose_sink_fails_accepts_nothing_more():
+    made = Tower()
+    broken = [True]
+
+    def sink(deltas):
+        if broken and broken.pop():
+            raise OSError("nobody listens")
+
+    engine = Engine(made.settings, made.executor, sink)
+    engine.start()
+    engine.submit(made.request(range(10)))
+    assert engine._thread is not None
+    engine._thread.join(10)
+    assert not engine.healthy
+    with pytest.raises(Unavailable, match="nobody listens"):
+        engine.submit(made.request(range(10)))
+    assert made.executor.closed
+    engine.close()
