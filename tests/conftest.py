@@ -1,4 +1,4 @@
-"""What every test gets: the Hypothesis profiles, and a GPU or a reason why it is skipped.
+"""What every test gets: the Hypothesis profiles, a log of its own, and a GPU or why there is none.
 
 Warnings, markers, timeouts: pyproject.toml.
 
@@ -6,6 +6,9 @@ Warnings, markers, timeouts: pyproject.toml.
 """
 
 from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -29,3 +32,14 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     wanted = max((n for name, n in GPUS.items() if item.get_closest_marker(name)), default=0)
     if wanted and (found := torch.cuda.device_count()) < wanted:
         pytest.skip(f"needs {wanted} CUDA device{'s' * (wanted > 1)}, torch sees {found}")
+
+
+@pytest.fixture(autouse=True)
+def _log_as_it_was() -> Iterator[None]:
+    """What a command does to the package's log is undone: the next test may want to read it."""
+    package = logging.getLogger("millpond")
+    level, handlers, propagate = package.level, list(package.handlers), package.propagate
+    yield
+    package.setLevel(level)
+    package.handlers[:] = handlers
+    package.propagate = propagate

@@ -65,6 +65,15 @@ def build_executor(
     if loaded.device.type == "cuda":
         return bring_up(loaded, resolved, CudaMeter(loaded.device), resize, on_phase)
     worker = _worker(loaded, resolved)
+    log.info(
+        "%s on %s: %d slots, %d pages, %d seats, %s",
+        model_dir.name,
+        loaded.device,
+        resolved.num_slots,
+        resolved.num_pages,
+        resolved.num_seats,
+        human(worker.runner.arenas.num_bytes),
+    )
     if warm:
         on_phase("warm-up")
         worker.warm_up()

@@ -14,6 +14,7 @@ from millpond.errors import StepFailed
 from millpond.nn.batch import Staging
 from millpond.nn.counters import Counters, SeatCounters
 from millpond.ops.batch import ForwardBatch, VerifyRows
+from millpond.ops.reference import staging
 from millpond.ops.reference import verify as ops
 from millpond.runtime import verify as runtime
 from millpond.runtime.seats import SeatSampling
@@ -151,9 +152,9 @@ def noise_is_that_of_the_first_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def one_draft_too_many_is_accepted(patch: pytest.MonkeyPatch) -> None:
-    original = runtime.count_accepted
+    original = staging.count_accepted
     patch.setattr(
-        runtime, "count_accepted", lambda t, d, n: torch.minimum(original(t, d, n) + 1, n)
+        staging, "count_accepted", lambda t, d, n: torch.minimum(original(t, d, n) + 1, n)
     )
 
 

@@ -23,7 +23,7 @@ from millpond.ops.triton.layer_choices import GQA, MLA, AttentionChoice, attenti
 from millpond.ops.triton.live import live
 from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap
 from millpond.ops.triton.shared import (
-    LAUNCH,
+    UNFUSED,
     head_stride,
     power_of_two,
     product,
@@ -122,7 +122,7 @@ def _attend(
         _chunk[(blocks, kv_heads * triton.cdiv(group, block))](
             q, out, *gates, batch.prefill.cu_seqlens, rows, *pages, token_stride(q),
             **shape, **gated, HEADS_IN_BLOCK=block, QUERIES=queries,
-            num_warps=choice.chunk_warps, num_stages=choice.chunk_stages, **LAUNCH,
+            num_warps=choice.chunk_warps, num_stages=choice.chunk_stages, **UNFUSED,
         )  # fmt: skip
 
     first_token, verify = batch.num_prefill_tokens, batch.verify
@@ -143,14 +143,14 @@ def _attend(
         _singles[(singles, kv_heads * triton.cdiv(group, block), splits)](
             q, stats, parts, *places, *pages, splits, token_stride(q),
             **shape, **split, HEADS_IN_BLOCK=block,
-            num_warps=choice.single_warps, num_stages=choice.single_stages, **LAUNCH,
+            num_warps=choice.single_warps, num_stages=choice.single_stages, **UNFUSED,
             **overlap(q.device),
         )  # fmt: skip
         _join[(singles, heads)](
             stats, parts, out, *gates, *places, sizes, splits, table.shape[1],
             HEADS=heads, DV=value_dim, DVP=shape["DVP"], TILE=TILE, SIZE=GROUPED,
             SELECTED=selected is not None, JOINED=JOINED, **split, **gated,
-            num_warps=4, **LAUNCH, **overlap(q.device),
+            num_warps=4, **UNFUSED, **overlap(q.device),
         )  # fmt: skip
     return out
 
@@ -167,7 +167,7 @@ def _listed(mask: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torc
         _list[(tokens,)](
             mask, groups, sizes, batch.positions, seats, drafts, batch.first_verify_token,
             1 if verify is None else verify.width, mask.stride(0), batch.page_table.shape[1],
-            TILE=TILE, SIZE=GROUPED, BLOCK=LISTED, num_warps=4, **LAUNCH,
+            TILE=TILE, SIZE=GROUPED, BLOCK=LISTED, num_warps=4, **UNFUSED,
         )  # fmt: skip
     return groups, sizes
 

@@ -9,6 +9,7 @@ import triton
 
 LIVE = (
     "count",  # tokens, rows or blocks of this call
+    "room",  # for blocks
     "first_token",
     "first_verify",
     "positions",
