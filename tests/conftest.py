@@ -8,7 +8,6 @@ Warnings, markers, timeouts: pyproject.toml.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -35,11 +34,9 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 @pytest.fixture(autouse=True)
-def _log_as_it_was() -> Iterator[None]:
-    """What a command does to the package's log is undone: the next test may want to read it."""
+def _log_as_it_was() -> None:
+    """What a command did to the package's log is undone: the next test may want to read it."""
     package = logging.getLogger("millpond")
-    level, handlers, propagate = package.level, list(package.handlers), package.propagate
-    yield
-    package.setLevel(level)
-    package.handlers[:] = handlers
-    package.propagate = propagate
+    package.setLevel(logging.NOTSET)
+    package.handlers.clear()
+    package.propagate = True

@@ -110,3 +110,22 @@ def to(batch: ForwardBatch, device: torch.device) -> ForwardBatch:
         return x
 
     return moved(batch)
+
+
+def view_of_wider(*shape: int, dtype: torch.dtype, made: int) -> torch.Tensor:
+    """Tokens of random elements with NaN between them."""
+    size = torch.Size(shape[1:]).numel()
+    wide = torch.full((shape[0], size + 24), NAN, dtype=dtype)
+    part = wide[:, 8 : 8 + size]
+    part.copy_(torch.randn(shape[0], size, generator=torch.Generator().manual_seed(made)) * 3)
+    return part.view(shape)
+
+
+def on(device: torch.device, x: torch.Tensor) -> torch.Tensor:
+    """A copy with gaps as x has them."""
+    if device.type == "cpu":
+        return x
+    wide = torch.full((x.shape[0], x.stride(0)), NAN, dtype=x.dtype, device=device)
+    part = wide[:, : x[0].numel()].view(x.shape)
+    part.copy_(x)
+    return part

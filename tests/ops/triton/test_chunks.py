@@ -9,12 +9,12 @@ import torch
 
 from millpond.ops.batch import WriteLog
 from millpond.ops.reference.delta import delta_prefill
-from millpond.ops.triton.chunks import lined_up
 from tests.ops.batches import make_rows
 from tests.ops.triton.side_by_side import NAN, bank_copy, equal_bytes, run
 from tests.ops.triton.test_tokens import DTYPES, KINDS, Layer, compare_banks
 from tests.ops.triton.tolerances import within
 
+chunks = pytest.importorskip("millpond.ops.triton.chunks")
 pytestmark = [
     pytest.mark.usefixtures("poisoned"),
     # Products of pairs that are masked may be infinite; numpy tells of it.
@@ -131,8 +131,8 @@ def test_an_export_where_the_kernel_has_no_state_is_neither_written_nor_reported
 def test_inputs_are_read_where_they_lie_unless_tokens_lie_off_the_grid_of_copies() -> None:
     rows = torch.randn(5, 3 * 64 + 8).bfloat16()
     part = rows[1:, 64:128]
-    assert lined_up(part) is part
+    assert chunks.lined_up(part) is part
     for askew in (rows[:, 4:68], torch.randn(5, 67).bfloat16()[:, :64]):
-        copy = lined_up(askew)
+        copy = chunks.lined_up(askew)
         assert equal_bytes(copy, askew)
         assert copy.stride(0) == 64

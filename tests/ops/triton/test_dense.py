@@ -9,7 +9,7 @@ import torch
 
 from millpond.ops.reference import dense as reference
 from millpond.ops.reference import fused
-from tests.ops.triton.layers import DTYPES, NAN, poisoned
+from tests.ops.triton.layers import DTYPES, NAN, on, poisoned, view_of_wider
 from tests.ops.triton.side_by_side import equal_bytes
 from tests.ops.triton.tolerances import within
 
@@ -18,25 +18,6 @@ elements = pytest.importorskip("millpond.ops.triton.elementwise")
 pytestmark = pytest.mark.usefixtures(poisoned.__name__)
 
 EPS = 1e-5
-
-
-def view_of_wider(*shape: int, dtype: torch.dtype, made: int) -> torch.Tensor:
-    """Tokens of random elements with NaN between them."""
-    size = torch.Size(shape[1:]).numel()
-    wide = torch.full((shape[0], size + 24), NAN, dtype=dtype)
-    part = wide[:, 8 : 8 + size]
-    part.copy_(torch.randn(shape[0], size, generator=torch.Generator().manual_seed(made)) * 3)
-    return part.view(shape)
-
-
-def on(device: torch.device, x: torch.Tensor) -> torch.Tensor:
-    """A copy with gaps as x has them."""
-    if device.type == "cpu":
-        return x
-    wide = torch.full((x.shape[0], x.stride(0)), NAN, dtype=x.dtype, device=device)
-    part = wide[:, : x[0].numel()].view(x.shape)
-    part.copy_(x)
-    return part
 
 
 def check(

@@ -7,9 +7,8 @@ import torch
 
 from millpond.ops.reference import moe as reference
 from millpond.ops.triton import layer_choices
-from tests.ops.triton.layers import DTYPES, NAN, far, poisoned
+from tests.ops.triton.layers import DTYPES, NAN, far, on, poisoned
 from tests.ops.triton.side_by_side import equal_bytes
-from tests.ops.triton.test_dense import on
 from tests.ops.triton.tolerances import within
 
 kernels = pytest.importorskip("millpond.ops.triton.moe")

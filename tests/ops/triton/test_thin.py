@@ -8,9 +8,8 @@ import torch
 from millpond.ops.reference import fused as reference
 from millpond.ops.reference.linear import linear
 from millpond.ops.triton.layer_choices import ThinChoice, WideChoice
-from tests.ops.triton.layers import DTYPES, poisoned
+from tests.ops.triton.layers import DTYPES, on, poisoned, view_of_wider
 from tests.ops.triton.side_by_side import equal_bytes
-from tests.ops.triton.test_dense import on, view_of_wider
 from tests.ops.triton.tolerances import within
 
 kernels = pytest.importorskip("millpond.ops.triton.thin")
