@@ -8,6 +8,8 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
+from importlib import metadata
+from importlib.util import find_spec
 
 import torch
 
@@ -22,8 +24,8 @@ from millpond.store.memory import HostMemory, RankMemory
 class Made:
     """What shapes the bytes of slots and pages, besides tokens and weights.
 
-    `layout` names every tensor of a slot and a page with its place, `kernels` who computes each op
-    and in which version, on what kind of device.
+    `layout` names every tensor of a slot and a page with its place, `kernels` who computes each op,
+    with which torch, and on a GPU with which compiler and on which GPU.
     """
 
     dtype: str
@@ -43,8 +45,16 @@ def made(layout: ModelLayout, ops: Bound, device: torch.device) -> Made:
         dtype=",".join(sorted(dtypes)).replace("torch.", ""),
         state_dtype=",".join(sorted(states)).replace("torch.", ""),
         layout=hashlib.sha256(json.dumps([slot, page]).encode()).hexdigest(),
-        kernels=f"torch {torch.__version__} {device.type} {table}",
+        kernels=f"torch {torch.__version__} {_rounding(device)} {table}",
     )
+
+
+def _rounding(device: torch.device) -> str:
+    """What else the bytes depend on: on a GPU, which one it is, and who compiled the kernels."""
+    if device.type != "cuda":
+        return device.type
+    compiler = metadata.version("triton") if find_spec("triton") is not None else "none"
+    return f"{torch.cuda.get_device_name(device)} Triton {compiler}"
 
 
 def _named(spec: EntrySpec) -> list[tuple[int, str, list[int], str, int]]:
