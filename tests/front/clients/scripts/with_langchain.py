@@ -30,7 +30,7 @@ called = chat.bind_tools([Sum], tool_choice="required", strict=None).invoke("Add
 assert called.tool_calls, called
 assert called.tool_calls[0]["name"] == "Sum", called
 
-talk = ChatOpenAI(**common, use_responses_api=True, max_tokens=64).invoke("Hello")
+talk = ChatOpenAI(**common, use_responses_api=True, temperature=0, max_tokens=64).invoke("Hello")
 assert talk.text, talk
 
 plain = OpenAI(**common, temperature=0, max_tokens=8)

@@ -18,7 +18,9 @@ for model, base in (
     ("hosted_vllm/tiny", url + "/v1"),
     ("anthropic/tiny", url),
 ):
-    common = {"model": model, "api_base": base, "api_key": "none", "messages": HELLO}
+    common = {
+        "model": model, "api_base": base, "api_key": "none", "messages": HELLO, "temperature": 0,
+    }  # fmt: skip
     whole = litellm.completion(**common, max_tokens=64)
     assert whole.choices[0].message.content, (model, whole)
     assert whole.usage.prompt_tokens > 0, (model, whole)
@@ -28,7 +30,7 @@ for model, base in (
     assert forced.choices[0].message.tool_calls[0].function.name == "add", (model, forced)
 text = litellm.text_completion(
     model="text-completion-openai/tiny", api_base=url + "/v1", api_key="none", prompt="one two",
-    max_tokens=8,
+    max_tokens=8, temperature=0,
 )  # fmt: skip
 assert text.choices[0].finish_reason in ("stop", "length"), text
 print("ok")
