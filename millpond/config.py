@@ -16,6 +16,9 @@ from millpond.units import GIB, human, parse_memory
 
 PAGE = 64  # tokens per page, and the grid on which everything lies
 
+LEAST_SESSION = 2
+"""Tokens of the shortest sequence that can be served: one of a prompt, one of an answer."""
+
 DRAFT_METHOD = "deepseek_mtp"
 """Drafts are chained from the model's own multi-token-prediction layer."""
 
@@ -195,6 +198,11 @@ def check(config: PytorchEngineConfig, speculative: SpeculativeConfig | None = N
         )
     if config.block_size != PAGE:
         raise Refused(f"block_size={config.block_size}: a page holds {PAGE} tokens, use {PAGE}")
+    if config.session_len is not None and config.session_len < LEAST_SESSION:
+        raise Refused(
+            f"session_len={config.session_len} leaves no room for a token of a prompt and one of an"
+            f" answer: use at least {LEAST_SESSION}, or leave it out for all that the model can"
+        )
     save, mode = config.prefill_save_alignment, config.checkpoint_mode
     if save <= 0 or save % PAGE:
         raise Refused(

@@ -153,6 +153,7 @@ def test_an_explicit_value_that_does_not_fit_is_refused_with_what_would(given_, 
         (dict(kv_transfer_config={"kv_connector": "x"}, checkpoint_mode="off"), ["store"]),
         (dict(num_kv_pages=3, num_gpu_blocks=4), ["3", "4"]),
         (dict(cache_memory="lots"), ["lots"]),
+        (dict(session_len=1), ["session_len=1", "at least 2", "leave it out"]),
     ],
 )
 def test_what_cannot_be_served_is_refused_by_name(given_, words):

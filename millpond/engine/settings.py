@@ -56,9 +56,9 @@ class EngineSettings:
                 f"decode_checkpoint_interval {self.decode_checkpoint_interval} is not a multiple of"
                 f" the page, {PAGE_SIZE} tokens"
             )
-        for name in ("max_batch_size", "max_prefill_tokens", "session_len"):
-            if getattr(self, name) < 1:
-                raise Refused(f"{name} must be at least 1, not {getattr(self, name)}")
+        for name, least in (("max_batch_size", 1), ("max_prefill_tokens", 1), ("session_len", 2)):
+            if getattr(self, name) < least:
+                raise Refused(f"{name} must be at least {least}, not {getattr(self, name)}")
         if self.checkpoint_budget < 0 or self.checkpoint_interval < 0:
             raise Refused(
                 f"checkpoint_budget {self.checkpoint_budget} and checkpoint_interval"

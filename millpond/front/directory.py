@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import millpond
-from millpond.errors import Refused
+from millpond.errors import Refused, Rejected
 from millpond.front.chat import ChatTemplate
 from millpond.front.sampling import Defaults
 from millpond.front.text import Tokenizer
@@ -51,6 +51,16 @@ class Texts:
                 f"{self.directory}: the tokenizer has {self.tokenizer.vocab_size} tokens, the "
                 f"model only {vocab_size}: they do not belong together"
             )
+
+    def shortest_chat(self) -> int | None:
+        """Tokens of the shortest prompt that is a chat; None where no chat can be rendered."""
+        if self.template is None:
+            return None
+        try:
+            prompt = self.template.render([{"role": "user", "content": "?"}])
+        except Rejected:
+            return None
+        return len(prompt.encode(self.tokenizer))
 
 
 def _template(

@@ -25,6 +25,9 @@ from millpond.front.sampling import Defaults, to_params
 from millpond.front.startup import Startup
 from millpond.front.text import Tokenizer
 from millpond.front.verbatim import Spans
+from millpond.telemetry import logger
+
+log = logger("start")
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-", "resp_", "msg_")
 """What routes put before the id of a request to make that of its answer."""
@@ -128,6 +131,13 @@ class Service:
         name: str | None = None,
     ) -> Service:
         """Of a model directory and an engine that runs it, or will."""
+        least = texts.shortest_chat()
+        if least is not None and least >= resolved.session_len:
+            log.warning(
+                "every chat will be refused: the shortest takes %d tokens, session_len is %d: use"
+                " at least %d, or plain completions",
+                *(least, resolved.session_len, least + 1),
+            )
         return cls(
             name=name or texts.directory.name,
             directory=texts.directory,

@@ -103,6 +103,7 @@ def test_an_id_in_use_is_refused_and_free_again_afterwards():
         ({"prefill_save_alignment": 0}, "0 is not a positive multiple"),
         ({"max_batch_size": 5}, "max_batch_size 5 exceeds the 4 seats"),
         ({"max_prefill_tokens": 0}, "max_prefill_tokens must be at least 1"),
+        ({"session_len": 1}, "session_len must be at least 2, not 1"),
         ({"checkpoint_budget": -1}, "must not be negative"),
         ({"num_slots": 0}, "0 slots"),
     ],

@@ -16,7 +16,9 @@ from millpond.engine.settings import EngineSettings
 from millpond.executor.build import Built
 from millpond.front import commands, compose, serving
 from millpond.front.cli import main
+from millpond.front.directory import Texts
 from millpond.front.guard import Limits
+from millpond.front.pipeline import Pipeline
 from millpond.front.sampling import Defaults, to_params
 from millpond.front.server import Options
 from millpond.front.service import Service
@@ -78,6 +80,25 @@ def test_a_template_may_be_handed_in_as_text_or_as_a_file(start, tmp_path):
         assert service.name == "mine"
     with pytest.raises(Refused, match=r"absent\.jinja"):
         start(BUNDLED, CONFIG, chat_template=tmp_path / "absent.jinja")
+
+
+def test_the_shortest_session_that_starts_serves(start):
+    with pytest.raises(Refused, match="session_len=1"):
+        start(BUNDLED, PytorchEngineConfig(device="cpu", session_len=1))
+    config = PytorchEngineConfig(device="cpu", session_len=2, max_batch_size=1)
+    with Pipeline(start(BUNDLED, config)) as pipe:
+        assert len(pipe([5], GenerationConfig(max_new_tokens=9)).token_ids) == 1
+
+
+def test_sessions_too_short_for_any_chat_are_announced(start, caplog):
+    texts = Texts.read(BUNDLED)
+    least = texts.shortest_chat()
+    for room, told in ((least, True), (least + 1, False)):
+        caplog.clear()
+        service = start(BUNDLED, PytorchEngineConfig(device="cpu", session_len=room))
+        assert (f"use at least {least + 1}" in caplog.text) is told
+    hello = [{"role": "user", "content": "?"}]
+    assert len(service.ask_chat(hello, GenerationConfig()).tokens) == least
 
 
 def test_a_tokenizer_of_another_model_is_refused_before_weights_are_read(monkeypatch):
