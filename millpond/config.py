@@ -5,6 +5,7 @@ The only module that may read the environment. It reads none: no variable change
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from millpond.strict import Ints, Strict, Strings, explain
 from millpond.units import GIB, human, parse_memory
 
 PAGE = 64  # tokens per page, and the grid on which everything lies
+
+DEVICES = re.compile(r"auto|cpu|cuda(:\d{1,3})?")
 
 LEAST_SESSION = 2
 """Tokens of the shortest sequence that can be served: one of a prompt, one of an answer."""
@@ -79,7 +82,7 @@ class PytorchEngineConfig(Strict):
     """
 
     backend: Literal["pytorch"] = "pytorch"
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    device: str = "auto"
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "auto"
     tp: int = Field(default=1, ge=1)
     distributed_executor_backend: Literal["uni", "mp", "ray"] = "uni"
@@ -198,6 +201,8 @@ def check(config: PytorchEngineConfig, speculative: SpeculativeConfig | None = N
         )
     if config.block_size != PAGE:
         raise Refused(f"block_size={config.block_size}: a page holds {PAGE} tokens, use {PAGE}")
+    if DEVICES.fullmatch(config.device) is None:
+        raise Refused(f"device={config.device!r} is none of auto, cpu, cuda, cuda:0, cuda:1, ...")
     if config.session_len is not None and config.session_len < LEAST_SESSION:
         raise Refused(
             f"session_len={config.session_len} leaves no room for a token of a prompt and one of an"
@@ -253,7 +258,7 @@ def resolve(
     """Derive every number from the configuration, the model and the free memory in bytes.
 
     Defaults are clamped to what fits, and a note says so; an explicit value that does not fit
-    raises `Refused` with the number that would. `device` is the one chosen ("cpu" or "cuda").
+    raises `Refused` with the number that would. `device` is the one chosen ("cpu" or "cuda:0").
     """
     check(config, speculative)
     caching = config.enable_prefix_caching and config.checkpoint_mode != "off"
@@ -261,7 +266,7 @@ def resolve(
     save = config.prefill_save_alignment
     along = config.decode_checkpoint_interval
     auto = "float32" if device == "cpu" else "bfloat16"
-    sizes = _Sizes(config, facts, available, device, caching)
+    sizes = _Sizes(config, facts, available, device.startswith("cuda"), caching)
     prefill = max(PAGE, config.max_prefill_token_num // PAGE * PAGE)
     notes = list(sizes.notes)
     if prefill != config.max_prefill_token_num:
@@ -320,16 +325,16 @@ class _Sizes:
         config: PytorchEngineConfig,
         facts: ModelFacts,
         available: int,
-        device: str,
+        on_gpu: bool,
         caching: bool,
     ) -> None:
         self.facts, self.config = facts, config
         self.notes: list[str] = []
         given = config.cache_memory
         self.budget = parse_memory(
-            given if given is not None else (0.9 if device == "cuda" else 0.5), available
+            given if given is not None else (0.9 if on_gpu else 0.5), available
         )
-        if device == "cuda" and self.budget > available:
+        if on_gpu and self.budget > available:
             raise Refused(
                 f"cache_memory={given} is more than the {human(available)} that the GPU has beside"
                 f" weights and activations: ask for less, or for a share such as 0.9"
@@ -340,10 +345,10 @@ class _Sizes:
             raise Refused(
                 f"session_len={self.session_len} is more than the model's {facts.max_position}"
             )
-        self.batch = config.max_batch_size or (256 if device == "cuda" else 32)
+        self.batch = config.max_batch_size or (256 if on_gpu else 32)
         budget = config.prefix_cache_state_budget
         self.checkpoints = (4 * self.batch if budget is None else budget) if caching else 0
-        if device == "cuda" and budget is None and caching and config.num_state_slots is None:
+        if on_gpu and budget is None and caching and config.num_state_slots is None:
             self.checkpoints = self.with_their_pages(max(self.MOST_KEPT, self.checkpoints))
         if config.num_state_slots is None:
             self.fit_slots()

@@ -153,6 +153,8 @@ def test_an_explicit_value_that_does_not_fit_is_refused_with_what_would(given_, 
         (dict(kv_transfer_config={"kv_connector": "x"}, checkpoint_mode="off"), ["store"]),
         (dict(num_kv_pages=3, num_gpu_blocks=4), ["3", "4"]),
         (dict(cache_memory="lots"), ["lots"]),
+        (dict(device="gpu"), ["device='gpu'", "cuda:1"]),
+        (dict(device="cuda:x"), ["device='cuda:x'", "cpu"]),
         (dict(session_len=1), ["session_len=1", "at least 2", "leave it out"]),
     ],
 )
@@ -368,6 +370,17 @@ def test_a_gpu_is_asked_for_no_more_than_it_has_and_the_cpu_keeps_its_rule():
     assert resolve(config, TINY, available=4 * GIB).cache_budget == 5 * GIB
     r = derive()
     assert r.checkpoint_budget == 4 * r.max_batch_size
+
+
+def test_every_gpu_of_several_is_sized_as_a_gpu():
+    one, other = (
+        resolve(PytorchEngineConfig(device=name), TINY, available=4 * GIB, device=name)
+        for name in ("cuda", "cuda:3")
+    )
+    assert other.device == "cuda:3"
+    assert (other.max_batch_size, other.dtype, other.cache_budget) == (
+        one.max_batch_size, one.dtype, one.cache_budget,
+    )  # fmt: skip
 
 
 def test_explicit_slots_and_pages_win_over_what_was_measured():

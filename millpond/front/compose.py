@@ -33,7 +33,9 @@ from millpond.front.service import Service
 from millpond.front.startup import Startup
 from millpond.front.stores import Weights, open_store
 from millpond.models.base import describe
-from millpond.runtime.worker import check_weights, choose_device, model_facts
+from millpond.runtime.checks import check_weights
+from millpond.runtime.place import choose_device
+from millpond.runtime.worker import model_facts
 from millpond.store.config import StoreConfig, store_config
 from millpond.telemetry import logger
 
@@ -93,7 +95,7 @@ def plan_model(
         free = free_memory()
     available = max(0, free - facts.weight_bytes)
     resolved = resolve(
-        config, facts, available=available, device=device.type, speculative=speculative
+        config, facts, available=available, device=str(device), speculative=speculative
     )
     return Planned(
         directory=directory,

@@ -27,7 +27,7 @@ from millpond.telemetry import LEVELS
 
 HELP = {
     "backend": "only pytorch",
-    "device": "where the model runs",
+    "device": "where the model runs: auto, cpu, cuda or one of several GPUs, such as cuda:1",
     "dtype": "auto: float32 on the CPU, bfloat16 on a GPU",
     "tp": "tensor parallel ranks; only 1 so far",
     "distributed_executor_backend": "only uni so far",

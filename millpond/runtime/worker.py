@@ -26,9 +26,11 @@ from millpond.nn.batch import Staging
 from millpond.ops.bind import AUTO, Bound, bind
 from millpond.plan.counts import DeviceCounts
 from millpond.plan.step import PAGE_SIZE, Capabilities, Launched, StepPlan, StepResult
+from millpond.runtime.checks import check_drafts, check_weights, delta_backend
 from millpond.runtime.compiled import COMPILATIONS
 from millpond.runtime.compiling import compiling
 from millpond.runtime.graphs import num_graphs
+from millpond.runtime.place import Place, choose_device, choose_dtype, place_of
 from millpond.runtime.propose import DraftModel
 from millpond.runtime.reach import made, memory_of
 from millpond.runtime.runner import ModelRunner
@@ -37,7 +39,6 @@ from millpond.runtime.sizing import Meter, Peaks, measure
 from millpond.runtime.verify import Verifier
 from millpond.runtime.warmup import PAGES, SEATS, SLOTS, every_kind, few_kinds
 from millpond.store.memory import RankMemory
-from millpond.units import human
 
 log = logging.getLogger(__name__)
 
@@ -45,9 +46,6 @@ SMALL_MODEL_BYTES = 64 << 20
 """Weights below this run on one CPU thread. Their products are too small to share: a second thread
 gains little on an idle machine, and on a busy one all wait for it at every product (measured with
 2 M parameters on two busy cores: 10 to 40 times slower)."""
-
-MAX_DRAFT_TOKENS = 7
-"""A verify row then takes eight places; more drafts than that are hardly ever accepted."""
 
 Progress = Callable[[int, int], None]
 """Told how many of how many are done."""
@@ -59,7 +57,18 @@ def ignore(done: int, of: int) -> None:
     """Nobody is told."""
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+class _There:
+    """A step in flight at a place: what its end asks of the device is asked there too."""
+
+    __slots__ = ("_launched", "_place")
+
+    def __init__(self, place: Place, launched: Launched) -> None:
+        self._place, self._launched = place, launched
+
+    def result(self) -> StepResult:
+        """Wait for the step's end. Raises `StepFailed`."""
+        with self._place():
+            return self._launched.result()
 
 
 class Worker:
@@ -67,7 +76,8 @@ class Worker:
 
     `layout` is that of `num_draft_tokens`. `num_threads` bounds the CPU threads of a step (None: as
     many as torch uses by itself). With `runs_ahead` live sequences verify, also no drafts (None: on
-    a GPU, where a step is launched while the one before runs).
+    a GPU, where a step is launched while the one before runs). Whatever thread calls, and whichever
+    device is current there, all work goes to `device`.
     """
 
     def __init__(
@@ -105,20 +115,22 @@ class Worker:
             num_draft_tokens=num_draft_tokens,
             runs_ahead=device.type == "cuda" if runs_ahead is None else runs_ahead,
         )
-        ring = HostRing(device)
-        arenas = Arenas.allocate(
-            layout, num_slots=num_slots, num_pages=num_pages, num_seats=num_seats, device=device,
-            ring=ring,
-        )  # fmt: skip
-        if debug_poison:
-            for arena in (arenas.slots, arenas.pages, arenas.seats):
-                arena.fill_nan(range(arena.count))
-        staging = Staging(
-            num_seats, -(-max_position // PAGE_SIZE), device, num_draft_tokens, ring, ops
-        )
-        seats = SeatSampling(num_seats, vocab_size, device, ops, eos_token_ids, ring)
-        proposer = DraftModel(model, arenas, staging, seats) if num_draft_tokens else None
-        self.runner = ModelRunner(model, arenas, staging, Verifier(seats, ops), proposer)
+        self._place = place_of(device)
+        with self._place():
+            ring = HostRing(device)
+            arenas = Arenas.allocate(
+                layout, num_slots=num_slots, num_pages=num_pages, num_seats=num_seats,
+                device=device, ring=ring,
+            )  # fmt: skip
+            if debug_poison:
+                for arena in (arenas.slots, arenas.pages, arenas.seats):
+                    arena.fill_nan(range(arena.count))
+            staging = Staging(
+                num_seats, -(-max_position // PAGE_SIZE), device, num_draft_tokens, ring, ops
+            )
+            seats = SeatSampling(num_seats, vocab_size, device, ops, eos_token_ids, ring)
+            proposer = DraftModel(model, arenas, staging, seats) if num_draft_tokens else None
+            self.runner = ModelRunner(model, arenas, staging, Verifier(seats, ops), proposer)
         self.made = made(layout, ops, device)
 
     def warm_up(self, progress: Progress = ignore) -> None:
@@ -141,7 +153,7 @@ class Worker:
             kinds = every_kind if self.device.type == "cuda" else few_kinds
         plans = tuple(kinds(self.capabilities))
         if self.device.type == "cuda":
-            with compiling(os.cpu_count() or 1, progress):
+            with self._place(), compiling(os.cpu_count() or 1, progress):
                 for plan in plans:
                     self.launch(plan)  # nothing comes of it
         for done, plan in enumerate(plans):
@@ -165,11 +177,13 @@ class Worker:
         """
         c = msgspec.structs.replace(self.capabilities, num_seats=num_seats)
         graphs = num_graphs(c.num_seats, -(-c.max_position // PAGE_SIZE)) if c.runs_ahead else 0
-        return measure(self.execute, c, prefill_tokens, meter, num_graphs=graphs)
+        with self._place():
+            return measure(self.execute, c, prefill_tokens, meter, num_graphs=graphs)
 
     def capture(self, progress: Progress = ignore) -> None:
         """Record the steady steps of a GPU as graphs; elsewhere there is nothing to record."""
-        self.runner.capture(progress)
+        with self._place():
+            self.runner.capture(progress)
 
     def counts(self) -> DeviceCounts:
         """Kernels and graphs."""
@@ -182,7 +196,8 @@ class Worker:
 
     def memory(self) -> RankMemory:
         """Slots and pages, as a store may reach them. Raises `Refused`."""
-        return memory_of(self.runner.arenas)
+        with self._place():
+            return memory_of(self.runner.arenas)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end. Raises `StepFailed`."""
@@ -190,6 +205,10 @@ class Worker:
 
     def launch(self, plan: StepPlan) -> Launched:
         """Hand one plan to the device; what goes wrong with it is raised by its result."""
+        with self._place():
+            return _There(self._place, self._launch(plan))
+
+    def _launch(self, plan: StepPlan) -> Launched:
         before = torch.get_num_threads()
         if self.num_threads is None or self.num_threads >= before:
             return self.runner.launch(plan)
@@ -305,8 +324,8 @@ def load_weights(
     place = choose_device(device)
     computing = choose_dtype(dtype, place)
     description = describe(model_dir)
-    delta_backend = _delta_backend(description, kda_prefill_backend, computing)
-    ops = bind(place, delta_prefill_backend=delta_backend)
+    prefill = delta_backend(description, kda_prefill_backend, computing)
+    ops = bind(place, delta_prefill_backend=prefill)
     check_drafts(description, num_draft_tokens)
     limit = description.config.max_position
     if session_len is not None and session_len > limit:
@@ -316,9 +335,11 @@ def load_weights(
         COMPILATIONS.starting()
         COMPILATIONS.watch()
         check_weights(model_dir.name, num_bytes, torch.cuda.mem_get_info(place)[0])
+    with place_of(place)():
+        model = load_model(description, ops, dtype=computing, device=place, load_format=load_format)
     return Loaded(
         description=description,
-        model=load_model(description, ops, dtype=computing, device=place, load_format=load_format),
+        model=model,
         device=place,
         dtype=computing,
         ops=ops,
@@ -326,40 +347,6 @@ def load_weights(
         num_draft_tokens=num_draft_tokens,
         num_threads=1 if place.type == "cpu" and num_bytes < SMALL_MODEL_BYTES else None,
     )
-
-
-def _delta_backend(description: Description, kda_prefill_backend: str, dtype: torch.dtype) -> str:
-    """The backend of `delta_prefill`; what the model has no use for, or cannot have, is refused."""
-    if kda_prefill_backend != AUTO and description.config.delta_rule != "kda":
-        raise Refused(
-            f"kda_prefill_backend={kda_prefill_backend!r} is for models with KDA layers;"
-            f" {description.model_type} has none"
-        )
-    if kda_prefill_backend == "flash_kda" and dtype != torch.bfloat16:
-        found = str(dtype).removeprefix("torch.")
-        raise Refused(f"kda_prefill_backend='flash_kda' computes in bfloat16 only, not in {found}")
-    return kda_prefill_backend
-
-
-def check_drafts(description: Description, num_draft_tokens: int) -> None:
-    """Raise `Refused` for a number of drafts that is not served, or that no layer could make."""
-    if not 0 <= num_draft_tokens <= MAX_DRAFT_TOKENS:
-        raise Refused(
-            f"{num_draft_tokens} draft tokens are not supported, use 0 to {MAX_DRAFT_TOKENS}"
-        )
-    if num_draft_tokens and not description.config.num_draft_layers:
-        raise Refused(
-            f"{description.model_dir} has no draft layer to make {num_draft_tokens} draft tokens"
-        )
-
-
-def check_weights(name: str, num_bytes: int, free: int) -> None:
-    """Raise `Refused` for weights that a GPU with `free` bytes cannot hold."""
-    if num_bytes > free:
-        raise Refused(
-            f"the weights of {name} take {human(num_bytes)}, the GPU has {human(free)} free: use"
-            " one with more memory, or end what else runs there"
-        )
 
 
 def model_facts(
@@ -378,31 +365,3 @@ def model_facts(
         weight_bytes=description.weight_bytes(computing, bind(place, quiet=True)),
         max_position=description.config.max_position,
     )
-
-
-def choose_device(name: str) -> torch.device:
-    """`auto` is CUDA where there is some, the CPU elsewhere; what is named is used or refused."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as cause:
-        raise Refused(f"device {name!r} is not known: {cause}") from cause
-    if device.type not in ("cpu", "cuda"):
-        raise Refused(f"device {name!r} is not supported: use cpu or cuda")
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise Refused(f"device {name!r} was asked for, and torch {torch.__version__} finds no CUDA")
-    if device.index is not None and device.type == "cuda":
-        count = torch.cuda.device_count()
-        if device.index >= count:
-            raise Refused(f"device {name!r} was asked for, there are {count} CUDA devices")
-    return device
-
-
-def choose_dtype(name: str, device: torch.device) -> torch.dtype:
-    """`auto` is float32 on the CPU and bfloat16 elsewhere; what is named is used as asked."""
-    if name == "auto":
-        return torch.float32 if device.type == "cpu" else torch.bfloat16
-    if name not in DTYPES:
-        raise Refused(f"dtype {name!r} is not supported: use auto, {', '.join(DTYPES)}")
-    return DTYPES[name]

@@ -14,7 +14,8 @@ from millpond.executor.build import build_executor
 from millpond.executor.uni import UniExecutor
 from millpond.ops.bind import bind
 from millpond.plan.step import Executor, StepPlan
-from millpond.runtime.worker import Worker, choose_device, choose_dtype
+from millpond.runtime.place import choose_device, choose_dtype
+from millpond.runtime.worker import Worker
 from tests.support.fake_model import VOCAB, FakeModel, fake_layout
 
 
