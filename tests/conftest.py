@@ -1,4 +1,4 @@
-"""What every test gets: the Hypothesis profiles, a log of its own, and a GPU or why there is none.
+"""What every test gets: the Hypothesis profiles, its own log and noise, a GPU or why there is none.
 
 Warnings, markers, timeouts: pyproject.toml.
 
@@ -31,6 +31,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
     wanted = max((n for name, n in GPUS.items() if item.get_closest_marker(name)), default=0)
     if wanted and (found := torch.cuda.device_count()) < wanted:
         pytest.skip(f"needs {wanted} CUDA device{'s' * (wanted > 1)}, torch sees {found}")
+
+
+@pytest.fixture(autouse=True)
+def _noise_as_ever() -> None:
+    """What a test draws without a generator is the same whatever ran before, and where."""
+    torch.manual_seed(0)
 
 
 @pytest.fixture(autouse=True)

@@ -14,7 +14,7 @@ from tests.front.test_shutdown import ROOT, SERVER
 
 IMPATIENT = "from millpond.front import connections; connections.REQUEST_SECONDS = 1.0\n" + SERVER
 HEADERS = b"Host: x\r\nContent-Type: application/json\r\n"
-BODY = b'{"prompt": "a", "max_tokens": 400, "ignore_eos": true, "stream": true}'
+BODY = b'{"prompt": "a", "max_tokens": 100, "ignore_eos": true, "stream": true}'
 STREAM = b"POST /v1/completions HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n%s" % (
     HEADERS,
     len(BODY),
@@ -37,11 +37,11 @@ def test_a_connection_without_a_request_ends_and_one_that_is_answered_does_not()
                 opened.enter_context(socket.create_connection(("127.0.0.1", port), timeout=30))
                 for _ in range(4)
             )
+            asking.sendall(STREAM)
             half.sendall(b"GET /health HTTP/1.1\r\n")
             again.sendall(b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n")
             assert again.recv(1000).startswith(b"HTTP/1.1 200")
             again.sendall(b"GET /health HTTP/1.1\r\n")
-            asking.sendall(STREAM)
             assert [_rest(one) for one in (silent, half, again)] == [b""] * 3
             assert b"[DONE]" in _until(asking, b"[DONE]")
         finally:

@@ -133,7 +133,7 @@ def test_a_body_that_does_not_arrive_is_a_408(guarded):
 
 
 def test_a_full_queue_is_a_429_until_somebody_is_done(serve):
-    running = serve("word " * 300, pause=0.005)
+    running = serve("word " * 300, pause=0.1)
     running.service.room = Room(2)
     answers: list[httpx.Response] = []
     long = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
@@ -151,6 +151,7 @@ def test_a_full_queue_is_a_429_until_somebody_is_done(serve):
         assert int(refused.headers["retry-after"]) >= 1
         assert refused.json()["error"]["code"] == "queue_full"
     assert httpx.get(running.url + "/v1/models").status_code == 200
+    running.service.engine.pause = 0.0
     for thread in clients:
         thread.join()
     assert [a.status_code for a in answers] == [200, 200]
@@ -174,7 +175,7 @@ def test_without_the_switch_nobody_can_end_what_others_asked(serve):
 
 
 def test_an_operator_ends_one_request_by_its_id_and_no_other(serve):
-    running = serve("word " * 400, pause=0.01, options=Options(admin=True))
+    running = serve("word " * 400, pause=0.2, options=Options(admin=True))
     long = {"prompt": "x", "max_tokens": 60, "ignore_eos": True, "stream": True}
     last: dict[str, str] = {}
     begun = threading.Semaphore(0)
@@ -202,6 +203,7 @@ def test_an_operator_ends_one_request_by_its_id_and_no_other(serve):
     assert end(rid="absent") == 0
     assert end(rid="cmpl-a-1") == 1
     assert end(request_id="b") == 1
+    running.service.engine.pause = 0.0
     for thread in clients:
         thread.join()
     for name in ("a-1", "b"):
@@ -213,7 +215,7 @@ def test_an_operator_ends_one_request_by_its_id_and_no_other(serve):
 
 async def test_a_client_that_reads_nothing_is_given_up(tokenizer, monkeypatch):
     monkeypatch.setattr(transport, "STALL_SECONDS", 0.2)
-    service = make_service(tokenizer, "word " * 500, pause=0.002)
+    service = make_service(tokenizer, "word " * 500, pause=0.05)
     flight = Flight(
         service, [service.ask("x", GenerationConfig(max_new_tokens=400, ignore_eos=True))], "a"
     )
@@ -257,7 +259,10 @@ async def test_events_that_wait_for_a_slow_client_are_sent_together_and_none_is_
 
     async def send(message: dict[str, object]) -> None:
         sent.append(message.get("body", b""))  # type: ignore[arg-type]
-        await asyncio.sleep(0.05)
+        while held(service):  # all is said before the client has read the first event
+            await asyncio.sleep(0.005)
+        for _ in range(1000):  # turns of the loop, in which others do what they can
+            await asyncio.sleep(0)
 
     await EventStream(events(), flight)({"type": "http"}, receive, send)  # type: ignore[arg-type]
     assert b"".join(sent).split() == [b"%d" % i for i in range(300)]

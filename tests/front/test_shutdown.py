@@ -65,7 +65,7 @@ def start() -> Iterator[Callable[[float], Started]]:
 def interrupted(started: Started, signals: int) -> list[str]:
     """The lines of a stream in whose middle the server is told to end."""
     process, url = started
-    body = {"prompt": "x", "max_tokens": 100, "ignore_eos": True, "stream": True}
+    body = {"prompt": "x", "max_tokens": 450, "ignore_eos": True, "stream": True}
     lines: list[str] = []
     try:
         with httpx.stream("POST", url + "/v1/completions", json=body, timeout=60) as reply:

@@ -29,7 +29,9 @@ SCHEMA = {
 }
 FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
 HELLO = [{"role": "user", "content": "Say something."}]
-CHAT = {"messages": HELLO, "max_tokens": 120, "temperature": 1.5, "thinking_token_budget": 12}
+AMPLE = 700
+"""Tokens in which any answer in the schema ends: it has 8 places for blanks, at most 66 in each."""
+CHAT = {"messages": HELLO, "max_tokens": AMPLE, "temperature": 1.5, "thinking_token_budget": 12}
 TOOL = {
     "type": "function",
     "function": {
@@ -108,11 +110,13 @@ def test_completions_take_every_spelling(server: Running, fields: dict[str, Any]
 
 
 def test_other_routes_answer_in_the_schema_too(server: Running):
-    sampling = {"temperature": 1.5, "max_new_tokens": 40, "json_schema": json.dumps(SCHEMA)}
+    schema = json.dumps(SCHEMA)
+    sampling = {"temperature": 1.5, "max_new_tokens": AMPLE, "json_schema": schema}
     own = post(server, "/generate", {"text": "Go on.", "sampling_params": sampling})
     assert is_right(own.json()["text"])
     text = {"format": {"type": "json_schema", "name": "x", "schema": SCHEMA}}
-    body = {"input": "Go on.", "text": text, "max_output_tokens": 120, "thinking_token_budget": 9}
+    body = {"input": "Go on.", "text": text, "max_output_tokens": AMPLE}
+    body["thinking_token_budget"] = 9
     said = post(server, "/v1/responses", body).json()
     (message,) = [item for item in said["output"] if item["type"] == "message"]
     assert is_right(message["content"][0]["text"])
@@ -200,7 +204,7 @@ def test_python_asks_by_response_format(service: Service):
     pipe = Pipeline(service)
     pipe.close = lambda: None  # type: ignore[method-assign]  # the engine is the module's
     wish = GenerationConfig(
-        max_new_tokens=120, do_sample=True, temperature=1.5, response_format=FORMAT
+        max_new_tokens=AMPLE, do_sample=True, temperature=1.5, response_format=FORMAT
     )
     answers = pipe(["One.", "Two."], wish, do_preprocess=False)
     assert all(is_right(answer.text) and answer.finish_reason == "stop" for answer in answers)

@@ -134,7 +134,8 @@ def test_what_an_answer_of_a_server_cost_is_told_alike(distant):
 def test_an_answer_that_is_left_is_ended_at_the_server(distant):
     there, server = distant
     server.service.engine.pause = 0.05
-    for _ in there.stream_infer([ASKED], WISH):
+    endless = WISH.model_copy(update={"max_new_tokens": 400, "ignore_eos": True})
+    for _ in there.stream_infer([ASKED], endless):
         break
     wait_for(lambda: len(server.service.engine.aborted) == 1)
     server.service.engine.pause = 0.0
