@@ -87,7 +87,7 @@ class Engine:
         self._stopping = False
         self._thread: threading.Thread | None = None
         self._aborting: list[Request] = []
-        self._in_step = False
+        self._stepping: threading.Thread | None = None  # who is within a step
 
     # Doors, open to every thread.
 
@@ -169,7 +169,7 @@ class Engine:
                 return
             self._post(flush)
             thread = self._thread
-        if thread is None and not self._in_step:
+        if thread is None and self._stepping is None:
             self._read_inbox()
         elif thread is not None and thread is not threading.current_thread():
             done.wait()
@@ -195,13 +195,16 @@ class Engine:
         """Take no more requests and finish those accepted (`drain`, for `timeout` seconds at most).
 
         Then end the others with `abort`, give everything back and close the executor. Closing twice
-        is closing once.
+        is closing once. Whom the engine calls, as it does a sink, may close it without `drain`
+        only: `RuntimeError`, with nothing changed, where that would wait for the engine itself.
         """
         deadline = None if timeout is None else time.monotonic() + timeout
         with self._changed:
+            thread = self._thread
+            if not self._stopping:
+                self._refuse_to_wait_for_itself(drain)
             self._closing = True
             self._draining = self._draining or drain
-            thread = self._thread
             self._changed.notify_all()
             if drain and thread is not None:
                 self._changed.wait_for(lambda: not self._live, timeout)
@@ -216,6 +219,16 @@ class Engine:
                 self._shut()
         elif thread is not threading.current_thread():
             thread.join()
+
+    def _refuse_to_wait_for_itself(self, drain: bool) -> None:
+        here = threading.current_thread()
+        if self._thread is None and self._stepping is here:
+            raise RuntimeError("an engine that is stepped by hand is closed between two steps")
+        if self._thread is here and drain:
+            raise RuntimeError(
+                "close(drain=True) waits for requests to end, and the thread that calls it is the"
+                " one that serves them: use close(drain=False), or call it from another thread"
+            )
 
     def _compiled(self, request: Request, grammar: Future[Grammar]) -> None:
         """Called by the thread that compiled what a request asks for."""
@@ -248,14 +261,14 @@ class Engine:
         """
         if self._failure is not None:
             return False
-        self._in_step = True
+        self._stepping = threading.current_thread()
         try:
             return self._step()
         except Exception as error:
             self._die(error)
             raise
         finally:
-            self._in_step = False
+            self._stepping = None
             self._outbox.flush()
 
     def _step(self) -> bool:

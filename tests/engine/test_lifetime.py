@@ -203,6 +203,47 @@ def test_a_drain_that_takes_too_long_is_cut_short():
     assert reasons(stream)[0] in ("abort", "length")
 
 
+@pytest.mark.parametrize("drain", [True, False])
+def test_whom_the_engine_calls_cannot_make_it_wait_for_itself(drain):
+    told: list[str] = []
+
+    def sink(deltas):
+        if told:
+            return
+        try:
+            engine.close(drain=drain)
+            told.append("")
+        except RuntimeError as error:
+            told.append(str(error))
+            threading.Thread(target=engine.close, daemon=True).start()
+
+    tower = Tower()
+    engine = Engine(tower.settings, tower.executor, sink)
+    engine.submit(tower.request(range(100), max_tokens=50))
+    engine.start()
+    engine._thread.join(30)
+    assert not engine._thread.is_alive()
+    assert tower.executor.closed
+    assert ("another thread" in told[0]) is drain
+    assert engine.stats().finished == {"length" if drain else "abort": 1}
+
+
+def test_an_engine_stepped_by_hand_is_not_closed_in_the_middle_of_a_step():
+    tower = Tower()
+    tower.engine.submit(tower.request(range(100), max_tokens=5))
+
+    def close(plan):
+        tower.executor.during = None
+        with pytest.raises(RuntimeError, match="between two steps"):
+            tower.engine.close()
+
+    tower.executor.during = close
+    tower.run()
+    assert tower.engine.stats().finished == {"length": 1}
+    tower.engine.close()
+    assert tower.executor.closed
+
+
 def test_an_engine_is_started_once():
     tower = Tower()
     tower.engine.start()
