@@ -72,6 +72,11 @@ BARS: dict[tuple[str, str], tuple[Bar, ...]] = {
 FLOORS_MS: dict[tuple[str, str], float] = {("A", ""): 1.99, ("B", ""): 4.14}
 """Milliseconds a token: weights, states (read and written), keys and values once, at that rate."""
 
+VERIFY_TIMES = {3: 1.4, 5: 1.8}
+"""By drafts: how many times as long as in a step that decodes the delta rule may take."""
+
+DELTA = "delta rule"
+
 SLOTS_A_SEQUENCE = {3: 1.1, 5: 1.16, 7: 1.22}
 """By drafts: a state and its seat may take at most so much of a state."""
 
@@ -106,7 +111,22 @@ def _interior(prompt: int, budget: int) -> Ratio:
     )
 
 
+def _matrix(shape: str, batch: str) -> tuple[Ratio, Ratio]:
+    on, off = (("I", f"{shape}, {batch}, {name}") for name in ("on", "off"))
+    return (
+        Ratio("output_tokens_per_s", on, off, 1.006, "caching against none"),
+        Ratio("ttft_cold_p99_s", on, off, 0.95, "the last cold first tokens, likewise"),
+    )
+
+
 RATIOS = (
     Ratio("output_tokens_per_s", ("C", "on, no hits"), ("C", "off"), 0.99, "caching without hits"),
+    Ratio("output_tokens_per_s", ("G", "burst, on"), ("G", "burst, off"), 1.0, "a burst cached"),
+    *(
+        ratio
+        for shape in ("long in", "long out")
+        for batch in ("batch 64, 5 drafts", "batch 256, 0 drafts")
+        for ratio in _matrix(shape, batch)
+    ),
     *(_interior(prompt, budget) for prompt in (32320, 32770) for budget in (4096, 16384)),
 )

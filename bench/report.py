@@ -1,9 +1,10 @@
 """One table and one plot of a run of `bench.engine`, from its JSON lines.
 
-python -m bench.report FILE [--run NAME] [--to FOLDER] [--kernels]
+python -m bench.report FILE [--run NAME] [--to FOLDER]
 
 Without --run it is the newest run in the file. Writes `engine-RUN.md` and `engine-RUN.png`; without
-matplotlib only the table.
+matplotlib only the table. Where kernels were watched it says which kinds of steps spend their time
+in which of them.
 """
 
 from __future__ import annotations
@@ -40,6 +41,7 @@ class Row:
     trials: tuple[Record, ...]
     asked: Record
     tower: Record
+    full: bool = True  # as large as the workload is meant to be
 
     @property
     def best(self) -> Record:
@@ -55,7 +57,7 @@ class Row:
     def has_peers(self) -> bool:
         """Whether peers were measured on the like."""
         tower = self.tower
-        return tower["full"] and tower["model"] == peers.MODEL and peers.GPU in tower["machine"]
+        return self.full and tower["model"] == peers.MODEL and peers.GPU in tower["machine"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +69,11 @@ class Results:
     rows: tuple[Row, ...]
     others: tuple[Record, ...]  # kernels, errors, soaks
 
+    def watched(self, key: Key) -> list[Record]:
+        """The kernels of one variant, by kind of step."""
+        kernels = (r for r in self.others if r["kind"] == "kernels")
+        return [r for r in kernels if (r["workload"], r["variant"]) == key]
+
     @classmethod
     def read(cls, lines: Iterable[str], run: str | None = None) -> Results:
         """Those of `run`, or of the newest one. `ValueError` if there is none."""
@@ -77,7 +84,7 @@ class Results:
             raise ValueError(f"no run {name!r}; there are {names}")
         mine = [r for r in records if r["run"] == name]
         trials: dict[Key, list[Record]] = {}
-        of_tower: dict[Key, tuple[Record, Record]] = {}
+        of_tower: dict[Key, tuple[Record, Record, bool]] = {}
         tower: Record = {}
         for record in mine:
             if record["kind"] == "tower":
@@ -85,7 +92,7 @@ class Results:
             elif record["kind"] == "trial" and record["trial"] > 0:
                 key = (record["workload"], record["variant"])
                 trials.setdefault(key, []).append(record["measures"])
-                of_tower[key] = (record["asked"], tower)
+                of_tower[key] = (record["asked"], tower, record["full"])
         return cls(
             run=str(name),
             towers=tuple(r for r in mine if r["kind"] == "tower"),
@@ -102,6 +109,7 @@ HEADS = (
     "of the ceiling",
     "TTFT s, mean / p50 / p99",
     "ms a token",
+    "ms a step, by kind",
     "cached",
     "host us a step: steady; with prompts",
     "idle; when steady",
@@ -132,7 +140,6 @@ def _line(cells: Iterable[object]) -> str:
 def _header(results: Results) -> list[str]:
     found = []
     for t in results.towers:
-        smaller = "" if t["full"] else " Smaller than the workloads are."
         slots, most = 1 + t["seat_mb"] / t["slot_mb"], peers.SLOTS_A_SEQUENCE.get(t["drafts"])
         bar = "" if most is None else "; " + _verdict(slots <= most, f"{slots:.3f} of {most}")
         found.append(
@@ -141,7 +148,7 @@ def _header(results: Results) -> list[str]:
             f" {t['num_slots']} slots of {t['slot_mb']:.1f} MB, {t['num_pages']} pages of"
             f" {t['page_mb']:.2f} MB, a seat takes {t['seat_mb']:.2f} MB"
             f" ({slots:.3f} slots a sequence{bar}); loaded in"
-            f" {t['load_s']:.1f} s, warm after {t['warm_up_s']:.1f} s more.{smaller}"
+            f" {t['load_s']:.1f} s, warm after {t['warm_up_s']:.1f} s more."
         )
     return ["\n\n".join(found)]
 
@@ -153,17 +160,20 @@ def _cells(row: Row, results: Results) -> list[str]:
     if best["draft_tokens"]:
         accepted = f"; {best['accepted_tokens'] / best['draft_tokens']:.2f} accepted"
     times = " / ".join(_show(best[f"ttft_{n}_s"]) for n in ("mean", "p50", "p99"))
-    if best["ttft_by_label_s"]:
-        times += " (" + ", ".join(_show(v) for v in best["ttft_by_label_s"].values()) + ")"
+    groups = [f"{label} {_show(mean)}" for label, mean in best["ttft_by_label_s"].items()]
+    if best["ttft_cold_p99_s"] is not None:
+        groups.append(f"cold p99 {_show(best['ttft_cold_p99_s'])}")
+    times += f" ({', '.join(groups)})" if groups else ""
     peak = best.get("device_used_gib", best.get("peak_resident_gib"))
     return [
         " ".join(row.key).strip() + (", cut short" if best["cut"] else ""),
-        asked + accepted,
+        asked + accepted + ("" if row.full else "; smaller than it is meant to be"),
         str(len(row.trials)),
         f"{_show(best['output_tokens_per_s'])} ({_show(row.median('output_tokens_per_s'))})",
         _of_ceiling(row),
         times,
         _per_token(row),
+        ", ".join(f"{kind} {_show(ms)}" for kind, ms in best["ms_by_kind"].items()),
         f"{best['cached_tokens']} of {best['prompt_tokens']}",
         f"{best['engine_us_steady']:.0f} + {best['launch_us_steady']:.0f};"
         f" {best['engine_us_with_prompts']:.0f} + {best['launch_us_with_prompts']:.0f}",
@@ -230,32 +240,73 @@ def _bars(row: Row, results: Results) -> list[str]:
                 reached = ratio.of(mine, theirs)
                 what = f"{reached:.3f} of {ratio.least}, {ratio.why}"
                 found.append(_verdict(reached >= ratio.least, what))
-    return found
+    return found + _bars_of_verify(row, results)
+
+
+def _bars_of_verify(row: Row, results: Results) -> list[str]:
+    """What the delta rule of a step that verifies drafts takes, against one that decodes."""
+    drafts = row.asked.get("drafts") or 0
+    most = peers.VERIFY_TIMES.get(drafts)
+    mine = _part(results, row.key, "verify", peers.DELTA)
+    plain = _part(results, ("F", "B, 0 drafts"), "decode", peers.DELTA)
+    if most is None or row.key[0] != "F" or not mine or not plain:
+        return []
+    return [_verdict(mine / plain <= most, f"{mine / plain:.2f} of {most}, its {peers.DELTA}")]
+
+
+def _part(results: Results, key: Key, kind: str, part: str) -> float | None:
+    """Microseconds a step of one kind in one part of the model; None if nobody watched."""
+    for r in results.watched(key):
+        if r["step_kind"] == kind:
+            return float(r["parts"].get(part, 0.0))
+    return None
 
 
 def _verdict(met: bool, what: str) -> str:
     return ("met: " if met else "missed: ") + what
 
 
+NAMED = 16
+"""Kernels of a variant that the report names."""
+
+
 def kernels(results: Results) -> str:
-    """Where the watched steps of every variant spent the device's time."""
-    lines = []
-    for r in results.others:
-        if r["kind"] != "kernels":
-            continue
-        lines += [
-            f"\n{r['workload']} {r['variant']}, {r['steps']} steps from step {r['first_step']}:"
-            f" {r['us_per_step']:.0f} us a step, {100 * r['idle']:.1f} % of it idle,"
-            f" {r['launches_per_step']:.0f} launches\n",
-            _line(("kernel", "a step", "us a step")),
-            _line(("---", "---:", "---:")),
+    """Where the watched steps of every variant spent the device's time: a column a kind of step."""
+    keys = dict.fromkeys(
+        (r["workload"], r["variant"]) for r in results.others if r["kind"] == "kernels"
+    )
+    return "\n".join(_kernels_of(key, results.watched(key)) for key in keys)
+
+
+def _kernels_of(key: Key, kinds: Sequence[Record]) -> str:
+    parts: dict[str, list[float]] = {}
+    named: dict[str, list[str]] = {}
+    cost: dict[str, float] = {}
+    for place, r in enumerate(kinds):
+        for part, micro in r["parts"].items():
+            parts.setdefault(part, [0.0] * len(kinds))[place] = micro
+        for k in r["kernels"]:
+            cells = named.setdefault(k["name"], [""] * len(kinds))
+            cells[place] = f"{k['us_per_step']:.0f} ({k['per_step']:.0f})"
+            share = k["us_per_step"] / r["us_per_step"]
+            cost[k["name"]] = max(cost.get(k["name"], 0.0), share)
+    costliest = sorted(cost, key=lambda name: -cost[name])[:NAMED]
+    heads = [f"{r['step_kind']}, {r['steps']} watched" for r in kinds]
+    return "\n".join(
+        [
+            f"\n{' '.join(key).strip()}: microseconds a step (launches)\n",
+            _line(("", *heads)),
+            _line(("---", *["---:"] * len(kinds))),
+            _line(("on the clock", *(f"{r['us_per_step']:.0f}" for r in kinds))),
+            _line(("idle", *(f"{100 * r['idle']:.1f} %" for r in kinds))),
+            _line(("launches", *(f"{r['launches_per_step']:.0f}" for r in kinds))),
             *(
-                _line((f"`{k['name']}`", f"{k['per_step']:.1f}", f"{k['us_per_step']:.1f}"))
-                for k in r["kernels"]
+                _line((f"**{part}**", *(f"{micro:.0f}" for micro in of)))
+                for part, of in sorted(parts.items(), key=lambda item: -max(item[1]))
             ),
-            _line(("others", "", f"{r['other_us_per_step']:.1f}")),
+            *(_line((f"`{name[:60]}`", *named[name])) for name in costliest),
         ]
-    return "\n".join(lines)
+    )
 
 
 def plot(rows: Sequence[Row], path: Path) -> None:
@@ -300,7 +351,6 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("file", type=Path)
     parser.add_argument("--run")
     parser.add_argument("--to", type=Path, help="a folder; else that of the file")
-    parser.add_argument("--kernels", action="store_true", help="where profiled steps spent time")
     given = parser.parse_args(arguments)
     try:
         results = Results.read(given.file.read_text("utf-8").splitlines(), given.run)
@@ -313,7 +363,7 @@ def main(arguments: list[str]) -> int:
         return 1
     folder = given.to or given.file.parent
     folder.mkdir(parents=True, exist_ok=True)
-    text = table(results) + (kernels(results) if given.kernels else "")
+    text = table(results) + kernels(results)
     target = folder / f"engine-{results.run}.md"
     target.write_text(text, "utf-8")
     print(text)

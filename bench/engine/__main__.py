@@ -1,7 +1,8 @@
 """The engine on workloads A to G and I, offline: token ids in, token ids out, random weights.
 
 python -m bench.engine [--model q4] [--workloads A,B,C,D] [--out out/engine.jsonl] [--trials 3]
-    [--scale 1] [--limit 60] [--profile] [--device auto]
+    [--variants PATTERN] [--scale 1] [--shrink 1] [--limit 60] [--seconds 600] [--brief]
+    [--profile [PATTERN]] [--device auto]
 
 Every repetition is appended to --out as it ends, so that a run cut short still counts;
 `python -m bench.report FILE` makes a table and a plot of it. Variants of a workload take turns.
@@ -10,16 +11,17 @@ Every repetition is appended to --out as it ends, so that a run cut short still 
 from __future__ import annotations
 
 import argparse
-import gc
+import re
 import sys
-from collections.abc import Iterator
+import time
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
 import torch
 
 from bench.engine.models import CONFIGS
-from bench.engine.tower import Need, build
+from bench.engine.tower import Need, build, give_back
 from bench.engine.trials import Lines, Lost, Trials
 from bench.engine.workloads import WORKLOADS, Scale, Variant, groups
 from bench.header import header
@@ -27,10 +29,27 @@ from bench.header import header
 Pairs = list[tuple[Variant, Variant]]
 
 
-def chosen(letters: list[str], scale: Scale) -> Iterator[tuple[Variant, Variant]]:
+def scales_of(work: str, prompt: str, letters: Iterable[str]) -> dict[str, Scale]:
+    """How much smaller each workload is. `ValueError` for what is neither N nor LETTER=N.
+
+    A number is for all, `LETTER=number` for one of them: `0.5,I=0.0625`.
+    """
+
+    def numbers(text: str) -> dict[str, float]:
+        parts = [part.rpartition("=") for part in text.split(",")]
+        return {letter.strip(): float(number) for letter, _, number in parts}
+
+    works, prompts = numbers(work), numbers(prompt)
+    return {
+        letter: Scale(*(given.get(letter, given.get("", 1.0)) for given in (works, prompts)))
+        for letter in letters
+    }
+
+
+def chosen(scales: Mapping[str, Scale]) -> Iterator[tuple[Variant, Variant]]:
     """Every variant with what warms it up: a quarter of the work."""
-    small = Scale(scale.work / 4, scale.prompt)
-    for letter in letters:
+    for letter, scale in scales.items():
+        small = Scale(scale.work / 4, scale.prompt)
         yield from zip(WORKLOADS[letter](scale), WORKLOADS[letter](small), strict=True)
 
 
@@ -39,8 +58,7 @@ def serve(need: Need, pairs: Pairs, given: argparse.Namespace, trials: Trials) -
     forced = any(one.chance is not None for one, _ in pairs)
     tower = build(given.model, need, device=given.device, forced=forced)
     known = header() | ({"commit": given.commit} if given.commit else {})
-    full = given.scale == given.shrink == 1.0
-    trials.lines.add("tower", **known, full=full, forced=forced, **tower.facts)
+    trials.lines.add("tower", **known, forced=forced, **tower.facts)
     facts = (f"{k} {v:.2f}" if isinstance(v, float) else f"{k} {v}" for k, v in tower.facts.items())
     print("tower: " + ", ".join(facts), flush=True)
     for letter in dict.fromkeys(one.workload for one, _ in pairs):
@@ -60,29 +78,48 @@ def main(arguments: list[str]) -> int:
         help=f"{', '.join(CONFIGS)}; or a directory. Without a GPU all is tiny",
     )
     parser.add_argument("--workloads", default="A,B,C,D", help=f"of {','.join(WORKLOADS)}")
-    parser.add_argument("--variants", default="", help="only those whose name contains this")
+    parser.add_argument("--variants", default="", help="only those whose label has this pattern")
     parser.add_argument("--out", type=Path, default=Path("out/engine.jsonl"))
     parser.add_argument("--trials", type=int, default=3, help="beside the one to warm up")
     parser.add_argument("--limit", type=float, default=60.0, help="seconds of a variant")
-    whole = 1.0 if large else 0.1
-    parser.add_argument("--scale", type=float, default=whole, help="requests or answers, times it")
-    parser.add_argument("--shrink", type=float, default=whole, help="prompts, times it")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="of all together")
+    parser.add_argument("--brief", action="store_true", help="warm up the first variants alone")
+    whole = "1" if large else "0.1"
+    parser.add_argument(
+        "--scale", default=whole, help="requests or answers, times it; 0.5,I=0.1 for one of them"
+    )
+    parser.add_argument("--shrink", default=whole, help="prompts, times it; likewise")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--commit", help="for the record, where this is no git checkout")
-    parser.add_argument("--profile", action="store_true", help="one more trial: which kernels")
+    parser.add_argument(
+        "--profile",
+        nargs="?",
+        const="",
+        metavar="PATTERN",
+        help="one more repetition of these variants (none named: of all): which kernels",
+    )
     given = parser.parse_args(arguments)
-    trials = Trials(Lines(given.out), given.trials, given.limit, given.profile)
-    scale = Scale(given.scale, given.shrink)
-    pairs = [p for p in chosen(given.workloads.split(","), scale) if given.variants in p[0].name]
+    trials = Trials(
+        Lines(given.out),
+        given.trials,
+        given.limit,
+        until=time.perf_counter() + given.seconds,
+        brief=given.brief,
+        profiled=given.profile,
+    )
+    scales = scales_of(given.scale, given.shrink, given.workloads.split(","))
+    trials.full = frozenset(letter for letter, scale in scales.items() if scale == Scale())
+    wanted = re.compile(given.variants)
+    pairs = [pair for pair in chosen(scales) if wanted.search(pair[0].label)]
     smaller = {id(one): small for one, small in pairs}
     try:
         for need, ones in groups([one for one, _ in pairs]):
+            if trials.too_late:
+                break
             mine = [(one, smaller[id(one)]) for one in ones]
             names = ",".join(dict.fromkeys(one.workload for one in ones))
             trials.guarded(names, partial(serve, need, mine, given, trials))
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
+            give_back()
     except Lost as why:
         print(f"the device is lost: {why}")
     print(f"written to {given.out}; python -m bench.report {given.out}")

@@ -11,6 +11,7 @@ import resource
 import statistics
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -174,6 +175,7 @@ class Run:
         out = sum(t.out for t in told)
         prompt = sum(len(t.ask.tokens) for t in self.tracks)
         first = [t.first - t.submitted for t in told]
+        cold = [t.first - t.submitted for t in told if t.ask.label == "cold"]
         finished: Counter[str] = Counter()
         for track in self.tracks:
             finished += track.finished
@@ -191,16 +193,18 @@ class Run:
             "ttft_p50_s": percentile(first, 50),
             "ttft_p99_s": percentile(first, 99),
             "ttft_last_s": max((t.first for t in told), default=self.began) - self.began,
-            "ttft_by_label_s": by_label(told),
+            "ttft_by_label_s": by_label(told, statistics.fmean),
+            "ttft_p99_by_label_s": by_label(told, lambda times: percentile(times, 99) or 0.0),
+            "ttft_cold_p99_s": percentile(cold, 99),
             "tpot_mean_ms": mean_tpot(told),
             "cached_tokens": sum(t.cached for t in self.tracks),
         }
         return found | self._steps(told) | self._engine() | memory()
 
     def _steps(self, told: list[Track]) -> dict[str, Any]:
-        """Where the time of steps went; `step_ms` is that of steps after the last first token."""
+        """Where the time of steps went; at the end is after the last first token."""
         log, steps = self.log, len(self.log.steps)
-        steady = sum(step.steady for step in log.steps)
+        by_kind, steady = log.by_kind(), sum(step.steady for step in log.steps)
         count = {True: max(1, steady), False: max(1, steps - steady)}
         longest = max((t.ask.out for t in told), default=0)
         alone = None
@@ -211,6 +215,8 @@ class Run:
             "steps": steps,
             "steps_with_prompts": steps - steady,
             "ms_per_token_at_the_end": alone,
+            "steps_by_kind": {kind: of for kind, (of, _) in by_kind.items()},
+            "ms_by_kind": {kind: 1e3 * spent / of for kind, (of, spent) in by_kind.items()},
             "rows_per_step": log.live_rows / max(1, steps),
             "engine_us_steady": 1e6 * self.host[True] / count[True],
             "launch_us_steady": 1e6 * log.launching(True) / count[True],
@@ -265,13 +271,13 @@ def mean_tpot(told: list[Track]) -> float | None:
     return 1e3 * statistics.fmean(each) if each else None
 
 
-def by_label(told: list[Track]) -> dict[str, float]:
-    """Mean time to the first token of every group."""
+def by_label(told: list[Track], of: Callable[[list[float]], float]) -> dict[str, float]:
+    """What `of` says of the times to the first token of every group."""
     groups: dict[str, list[float]] = {}
     for track in told:
         if track.ask.label:
             groups.setdefault(track.ask.label, []).append(track.first - track.submitted)
-    return {label: statistics.fmean(times) for label, times in groups.items()}
+    return {label: of(times) for label, times in groups.items()}
 
 
 def memory() -> dict[str, Any]:

@@ -1,20 +1,52 @@
-"""Which kernels the device spends some steps in, and how much of the time it spends in none.
+"""Which kernels the device spends its steps in, by kind of step, and how much of the time in none.
 
-Slows the host down while it looks, so steps launched from Python look idler than they are; replayed
-graphs do not.
+Every watched step runs by itself: what was launched before it has ended, and it ends before the
+next is launched. The host is slower while it looks, so steps launched from Python look idler than
+they are; replayed graphs do not.
 """
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+from bench.engine.timed import kind_of
+from millpond.plan.step import StepPlan
+
 MOST = 24
+"""Kernels of a kind of step that are named; what the others take is told together."""
+
+WATCHED = 4
+"""Steps of a kind."""
+
+PARTS: Mapping[str, str] = {
+    "products": r"_thin|_wide|nvjet.*|.*gemm.*|.*splitK.*|.*cutlass.*",
+    "experts": "_order|_up|_down|_choose|_sum_choices",
+    "streams, routers": "_parts|_pre|_post|_mean",
+    "attention": "_chunk|_singles|_join|_list|_turn|_write_kv",
+    "indexer": "_pools|_tails|_scores|_selection",
+    "delta rule": "_windows|_outputs|_prepare|_recur|_fold_.*|ready_.*|_decode|_verify",
+    "norms, activations": "_vectors|_swiglu|_sigmoid_gate|_rotate|_angles",
+    "drawing": "_best|_cuts|_draw|_score_of|_key",
+    "staging": "_live|_keep|_settle|_singles_of|_store|_before|_copy",
+}
+"""Parts of a model by the names of their kernels; whatever else runs is `OTHER`."""
+
+OTHER = "copies, elementwise"
+
+
+def part_of(kernel: str) -> str:
+    """Which of `PARTS` a kernel belongs to."""
+    for part, names in PARTS.items():
+        if re.fullmatch(names, kernel):
+            return part
+    return OTHER
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,74 +58,100 @@ class Busy:
     end: float
 
 
+@dataclass(slots=True)
+class Watched:
+    """Steps of one kind: what ran in each, and the seconds they took on the clock."""
+
+    events: list[list[Busy]] = field(default_factory=list)
+    seconds: float = 0.0
+
+
 class KernelProfile:
-    """Called before every step, with its number: watches steps `first` to `first + count - 1`."""
+    """Called before every step with its number and plan: watches some steps of every kind.
 
-    def __init__(self, windows: Iterable[tuple[int, int]]) -> None:
-        self._windows = sorted(windows)
+    `expected`: by kind, how many steps there will be; what is watched is spread over them.
+    """
+
+    def __init__(self, expected: Mapping[str, int]) -> None:
+        self._wanted = {kind: frozenset(spread(count)) for kind, count in expected.items()}
+        self._seen = dict.fromkeys(expected, 0)
         self._profile: profile | None = None
-        self._began = 0.0
-        self.found: list[dict[str, Any]] = []
+        self._kind, self._began = "", 0.0
+        self._found: dict[str, Watched] = {}
 
-    def __call__(self, step: int) -> None:
-        """Begin or end where a window does."""
-        if self._profile is not None and step >= sum(self._windows[0]):
-            self._stop(step)
-        if self._profile is None and self._windows and step >= self._windows[0][0]:
+    def __call__(self, step: int, plan: StepPlan) -> None:
+        """End what is watched, and begin if `plan` is one to watch."""
+        del step
+        self._stop()
+        kind = kind_of(plan)
+        at = self._seen.get(kind, 0)
+        self._seen[kind] = at + 1
+        if at in self._wanted.get(kind, ()):
             torch.cuda.synchronize()
+            self._kind = kind
             self._profile = profile(activities=[ProfilerActivity.CUDA], acc_events=True)
             self._profile.start()
             self._began = time.perf_counter()
-            self._windows[0] = (step, self._windows[0][1])
 
-    def finish(self, step: int) -> None:
-        """The run has ended before its step `step`."""
-        self._stop(step)
+    def found(self) -> dict[str, dict[str, Any]]:
+        """After the last step: by kind, where its time went."""
+        self._stop()
+        return {kind: summary(steps.events, steps.seconds) for kind, steps in self._found.items()}
 
-    def _stop(self, step: int) -> None:
+    def _stop(self) -> None:
         watching, self._profile = self._profile, None
         if watching is None:
             return
         torch.cuda.synchronize()
         seconds = time.perf_counter() - self._began
         watching.stop()
-        first, _ = self._windows.pop(0)
-        events = [
-            Busy(e.name, e.time_range.start, e.time_range.end)
-            for e in watching.events()
-            if e.device_type == torch.autograd.DeviceType.CUDA
-        ]
-        if step > first:
-            self.found.append(summary(events, first, step - first, seconds))
+        of_kind = self._found.setdefault(self._kind, Watched())
+        of_kind.seconds += seconds
+        of_kind.events.append(
+            [
+                Busy(e.name, e.time_range.start, e.time_range.end)
+                for e in watching.events()
+                if e.device_type == torch.autograd.DeviceType.CUDA
+            ]
+        )
 
 
-def summary(events: Sequence[Busy], first: int, steps: int, seconds: float) -> dict[str, Any]:
-    """Microseconds a step, the share of the time in which nothing ran, and the costliest kernels.
+def spread(count: int, most: int = WATCHED) -> list[int]:
+    """At most `most` of the numbers below `count`, evenly, none of them at the very end."""
+    some = min(count, most)
+    return [count * (2 * i + 1) // (2 * some) for i in range(some)]
+
+
+def summary(steps: Sequence[Sequence[Busy]], seconds: float) -> dict[str, Any]:
+    """Microseconds a step, the share of the time in which nothing ran, parts and costliest kernels.
 
     `seconds` is the time on the clock of all `steps`.
     """
     spent: dict[str, tuple[int, float]] = {}
-    for one in events:
+    for one in (event for events in steps for event in events):
         count, micro = spent.get(one.name, (0, 0.0))
         spent[one.name] = (count + 1, micro + one.end - one.begin)
+    number, busy = len(steps), sum(map(covered, steps))
     ranked = sorted(spent.items(), key=lambda item: -item[1][1])
-    busy = covered(events)
+    parts: dict[str, float] = {}
+    for name, (_, micro) in ranked:
+        parts[part_of(name)] = parts.get(part_of(name), 0.0) + micro / number
     return {
-        "first_step": first,
-        "steps": steps,
-        "us_per_step": 1e6 * seconds / steps,
-        "busy_us_per_step": busy / steps,
+        "steps": number,
+        "us_per_step": 1e6 * seconds / number,
+        "busy_us_per_step": busy / number,
         "idle": max(0.0, 1 - busy / (1e6 * seconds)),
-        "launches_per_step": len(events) / steps,
+        "launches_per_step": sum(map(len, steps)) / number,
+        "parts": parts,
         "kernels": [
-            {"name": name[:90], "per_step": count / steps, "us_per_step": micro / steps}
+            {"name": name[:90], "per_step": count / number, "us_per_step": micro / number}
             for name, (count, micro) in ranked[:MOST]
         ],
-        "other_us_per_step": sum(micro for _, (_, micro) in ranked[MOST:]) / steps,
+        "other_us_per_step": sum(micro for _, (_, micro) in ranked[MOST:]) / number,
     }
 
 
-def covered(events: Sequence[Busy]) -> float:
+def covered(events: Iterable[Busy]) -> float:
     """Microseconds in which at least one of them ran."""
     total, until = 0.0, float("-inf")
     for one in sorted(events, key=lambda e: e.begin):

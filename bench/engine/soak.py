@@ -4,15 +4,17 @@ python -m bench.engine.soak [--model q4 g8] [--requests 2000] [--drafts 0 3] [--
     [--longest TOKENS] [--out out/soak.jsonl]
 
 Modes are drafts or none, times caching off, checkpoints inside a forward (interior) and in
-forwards cut for them (split); each gets an equal share of the requests and of the time. Freed slots
-and pages are filled with NaN, so that what was never written shows. Every checkpoint is read when
-it is published, and again at the end.
+forwards cut for them (split); each gets an equal share of the requests, and of the time that those
+before it left. Freed slots and pages are filled with NaN, so that what was never written shows.
+Every checkpoint is read when it is published, and again at the end. Every mode is on the disk when
+it ends; started again with the same file, only what is missing is asked.
 """
 
 from __future__ import annotations
 
 import argparse
 import itertools
+import json
 import random
 import sys
 import time
@@ -24,7 +26,7 @@ from typing import Any
 import torch
 
 from bench.engine.models import CONFIGS
-from bench.engine.tower import Need, Tower, build
+from bench.engine.tower import Need, Tower, build, give_back
 from bench.engine.traffic import Draw, Tokens
 from bench.engine.trials import Lines
 from bench.header import header
@@ -34,11 +36,11 @@ from millpond.memory.arena import Arena
 from millpond.plan.sampling import SamplingParams
 from millpond.state.checkpoint import Checkpoint
 
-SEATS = 32
-CHECKPOINTS = 24
+SEATS = 48
+CHECKPOINTS = 32
 """Few enough that they are evicted all the time."""
 
-ABORTED = 0.1
+ABORTED, IN_A_STEP = 0.1, 0.02
 """With every request, and in every step, the chance that one of the live ones is broken off."""
 
 MODES = ("off", "interior", "split")
@@ -167,7 +169,7 @@ def soak(
             sent += 1
             if chance.random() < ABORTED:
                 abort()
-        if watch.live and chance.random() < ABORTED:
+        if watch.live and chance.random() < IN_A_STEP:
             abort()
         if not engine.step() and (sent == requests or late):
             break
@@ -214,6 +216,27 @@ def balance(engine: Engine, watch: Watch) -> Counter[str]:
     return Counter({what: count for what, count in wrong.items() if count})
 
 
+def to_ask(
+    file: Path, model: str, kinds: tuple[tuple[int, str], ...], requests: int
+) -> dict[tuple[int, str], tuple[int, int]]:
+    """By drafts and mode, how many requests `file` does not tell of, and how often it tells any."""
+    told = (
+        [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
+    )
+    found = {}
+    for kind in kinds:
+        before = [
+            record["requests"]
+            for record in told
+            if record["kind"] == "soak"
+            and (record["model"], record["drafts"], record["mode"]) == (model, *kind)
+        ]
+        count = -(-requests // len(kinds)) - sum(before)
+        if count > 0:
+            found[kind] = (count, len(before))
+    return found
+
+
 def main(arguments: list[str]) -> int:
     """Exit 1 when something was wrong in any mode."""
     parser = argparse.ArgumentParser(
@@ -227,37 +250,44 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--requests", type=int, default=2000, help="of a model")
     parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
     parser.add_argument("--limit", type=float, default=300.0, help="seconds of a model")
-    parser.add_argument("--longest", type=int, default=4096 if large else 512, help="prompt")
+    parser.add_argument("--longest", type=int, default=2048 if large else 512, help="prompt")
     parser.add_argument("--device", default="auto")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=Path("out/soak.jsonl"))
     given = parser.parse_args(arguments)
     lines, bad = Lines(given.out), 0
-    share = len(given.drafts) * len(MODES)
-    for model, drafts in itertools.product(given.model, given.drafts):
-        session = given.longest + given.longest // 8 + 64
-        need = Need(
-            seats=SEATS,
-            session=session,
-            tokens=session,  # pages are short at times: this and one for every sequence
-            checkpoints=CHECKPOINTS,
-            drafts=drafts,
-        )
-        tower = build(model, need, device=given.device, debug_poison=True)
-        lines.add("tower", **header(), **tower.facts)
-        for mode in MODES:
-            found = soak(
-                tower,
-                mode,
-                -(-given.requests // share),
-                longest=given.longest,
-                limit=given.limit / share,
-                seed=given.seed,
+    kinds = tuple(itertools.product(given.drafts, MODES))
+    for model in given.model:
+        until = time.perf_counter() + given.limit
+        missing = to_ask(given.out, model, kinds, given.requests)
+        for drafts in dict.fromkeys(drafts for drafts, _ in missing):
+            session = given.longest + given.longest // 8 + 64
+            need = Need(
+                seats=SEATS,
+                session=session,
+                tokens=SEATS * session // 8,  # pages are short at times
+                checkpoints=CHECKPOINTS,
+                drafts=drafts,
             )
-            lines.add("soak", **found)
-            bad += bool(found["wrong"])
-            print(", ".join(f"{k} {v}" for k, v in found.items()), flush=True)
-        del tower
+            tower = build(model, need, device=given.device, debug_poison=True)
+            lines.add("tower", **header(), **tower.facts)
+            for mode in MODES:
+                count, again = missing.pop((drafts, mode), (0, 0))
+                if not count:
+                    continue
+                found = soak(
+                    tower,
+                    mode,
+                    count,
+                    longest=given.longest,
+                    limit=(until - time.perf_counter()) / (1 + len(missing)),
+                    seed=given.seed + again,
+                )
+                lines.add("soak", **found)
+                bad += bool(found["wrong"])
+                print(", ".join(f"{k} {v}" for k, v in found.items()), flush=True)
+            del tower
+            give_back()
     print("soak: " + (f"{bad} modes with something wrong" if bad else "nothing wrong"))
     return 1 if bad else 0
 

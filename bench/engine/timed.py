@@ -20,16 +20,31 @@ from millpond.plan.step import Capabilities, Executor, Launched, StepPlan, StepR
 Mark = torch.cuda.Event | float
 """A moment: an event of the stream, or on a CPU the clock in seconds."""
 
+KINDS = ("prompt", "mixed", "decode", "verify")
+"""Steps of prompts alone, of prompts beside live rows, of live rows without and with drafts."""
+
+
+def kind_of(plan: StepPlan) -> str:
+    """One of `KINDS`."""
+    if plan.prefill:
+        return "mixed" if plan.decode or plan.verify else "prompt"
+    return "verify" if any(row.num_drafts for row in plan.verify) else "decode"
+
 
 @dataclass(frozen=True, slots=True)
 class Step:
     """One step, in the order of launching. `late`: the device had nothing to do by then."""
 
-    steady: bool
+    kind: str
     late: bool
     launching: float  # the host, in seconds
     begin: Mark
     end: Mark
+
+    @property
+    def steady(self) -> bool:
+        """Whether no row of it is a prompt's."""
+        return self.kind in ("decode", "verify")
 
 
 @dataclass(slots=True)
@@ -45,6 +60,14 @@ class StepLog:
     def launching(self, steady: bool) -> float:
         """Seconds of the host in `launch`."""
         return sum(step.launching for step in self.steps if step.steady == steady)
+
+    def by_kind(self) -> dict[str, tuple[int, float]]:
+        """Of each kind there was: how many, and the seconds from begin to end on the device."""
+        found: dict[str, tuple[int, float]] = {}
+        for step in self.steps:
+            count, spent = found.get(step.kind, (0, 0.0))
+            found[step.kind] = (count + 1, spent + seconds(step.begin, step.end))
+        return {kind: found[kind] for kind in KINDS if kind in found}
 
     def idle(self) -> float | None:
         """From the first step's begin to the last one's end, the share between steps."""
@@ -75,17 +98,20 @@ def seconds(a: Mark, b: Mark) -> float:
     return a.elapsed_time(b) / 1e3
 
 
+Before = Callable[[int, StepPlan], None]
+
+
 class Timed:
     """Satisfies `plan.step.Executor`; `log` is replaced by whoever measures.
 
-    `before` is called with the number of every step of the log before it is launched.
+    `before` is called with the number and the plan of every step before it is launched.
     """
 
     def __init__(self, inner: Executor, device: torch.device) -> None:
         self._inner = inner
         self._on_gpu = device.type == "cuda"
         self.log = StepLog()
-        self.before: Callable[[int], None] | None = None
+        self.before: Before | None = None
 
     @property
     def capabilities(self) -> Capabilities:
@@ -96,14 +122,14 @@ class Timed:
         """As the other executor does."""
         log = self.log
         if self.before is not None:
-            self.before(len(log.steps))
+            self.before(len(log.steps), plan)
         late = not log.steps or (self._on_gpu and log.steps[-1].end.query())
         began = time.perf_counter()
         begin = self._mark()
         launched = self._inner.launch(plan)
         end = self._mark()
         launching = time.perf_counter() - began
-        log.steps.append(Step(not plan.prefill, late, launching, begin, end))
+        log.steps.append(Step(kind_of(plan), late, launching, begin, end))
         log.live_rows += len(plan.decode) + len(plan.verify)
         log.prompt_tokens += sum(len(row.tokens) for row in plan.prefill)
         return _Collected(launched, log)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import tempfile
 import time
 from dataclasses import dataclass
@@ -16,10 +17,13 @@ from bench.engine.models import CONFIGS, Sizes, write
 from bench.engine.timed import Timed
 from millpond.engine.loop import Engine, EngineSettings
 from millpond.engine.outbox import Sink
+from millpond.errors import Refused
 from millpond.executor.uni import UniExecutor
 from millpond.models.base import describe
+from millpond.plan.step import PAGE_SIZE
 from millpond.runtime.propose import DraftModel
 from millpond.runtime.worker import Worker, choose_device, choose_dtype, load
+from millpond.units import human
 
 RESERVE = 14 << 30
 """Bytes of a GPU that are left for activations, captured graphs and its own bookkeeping."""
@@ -125,10 +129,23 @@ def build(
 
 
 def room(need: Need, sizes: Sizes, place: torch.device) -> tuple[int, int]:
-    """Slots and pages."""
+    """Slots and pages. Raises `Refused` where a GPU has no room for one sequence."""
     slots = need.seats + need.checkpoints + 8
-    pages = -(-need.tokens // 64) + need.seats + 1
+    pages = -(-need.tokens // PAGE_SIZE) + need.seats + 1
     if place.type == "cuda":
-        left = torch.cuda.mem_get_info(place)[0] - sizes.weights - slots * sizes.slot - RESERVE
+        free = torch.cuda.mem_get_info(place)[0]
+        left = free - sizes.weights - slots * sizes.slot - RESERVE
         pages = min(pages, left // sizes.page)
+        if pages * PAGE_SIZE < need.session:
+            raise Refused(
+                f"{human(free)} are free: beside weights of {human(sizes.weights)} and {slots}"
+                f" slots there is no room for {need.session} tokens"
+            )
     return slots, pages
+
+
+def give_back() -> None:
+    """What nobody holds any more is given back to the device, so that the next tower has room."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()

@@ -79,6 +79,23 @@ def at_once(
     )
 
 
+COLD_EVERY = 4
+
+
+def some_cold(draw: Draw, count: int, prompt: int, out: int, *, shared: int) -> Given:
+    """As `at_once`, but that every `COLD_EVERY`-th prompt shares nothing: groups `cold`, `shared`.
+
+    A cold one behind others that hit shows what caching costs those who gain nothing by it.
+    """
+    common, asks = draw.tokens(shared), []
+    for i in range(count):
+        cold = i % COLD_EVERY == COLD_EVERY - 1
+        first = draw.tokens(shared) if cold else common
+        label = "cold" if cold else "shared"
+        asks.append(Ask(first + draw.tokens(prompt - shared), out, label=label))
+    return Given(asks)
+
+
 class Conversations:
     """Every turn adds the answer before and `more` tokens; all begin a turn together."""
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gc
 import json
+import re
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +21,7 @@ import torch
 
 from bench.engine.drive import Run, Watched
 from bench.engine.kernels import KernelProfile
+from bench.engine.timed import Before
 from bench.engine.tower import Tower
 from bench.engine.traffic import Ask, Draw, Given, Traffic
 from bench.engine.workloads import Variant
@@ -46,19 +49,35 @@ class Lines:
 
 
 @dataclass(slots=True)
+class _Spent:
+    """On one variant: seconds of counted repetitions, of the last one, and its kinds of steps."""
+
+    seconds: float = 0.0
+    longest: float = 0.0
+    kinds: dict[str, int] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
 class Trials:
     """How often and how long, where results go, and what failed."""
 
     lines: Lines
     trials: int = 3
     limit: float = 60.0  # seconds of a variant; of a single repetition, too
-    profile: bool = False
+    until: float = float("inf")  # on the clock: nothing begins any more
+    brief: bool = False  # only the first variant of a workload is warmed up
+    profiled: str | None = None  # labels of variants whose kernels are watched, a pattern
+    full: frozenset[str] = frozenset()  # workloads that are as large as they are meant to be
     failed: list[str] = field(default_factory=list)
 
-    def guarded(self, what: str, do: Callable[[], None]) -> None:
-        """Run it; an error is recorded, and the others go on. Raises `Lost`."""
+    def guarded(self, what: str, do: Callable[[], None]) -> bool:
+        """Run it, and say whether it went well; an error is recorded, and the others go on.
+
+        Raises `Lost`.
+        """
         try:
             do()
+            return True
         except Lost:
             raise
         except Exception as error:  # the others still have something to say
@@ -69,25 +88,44 @@ class Trials:
             traceback.print_exc()
             if not _answers():
                 raise Lost(why) from error
+        return False
 
     def workload(self, tower: Tower, pairs: list[tuple[Variant, Variant]]) -> None:
-        """All repetitions of the variants of one workload, each with what warms it up."""
-        spent = dict.fromkeys((one.label for one, _ in pairs), 0.0)
-        longest = dict.fromkeys(spent, 0.0)
-        steps = dict.fromkeys(spent, 0)
+        """All repetitions of the variants of one workload, each with what warms it up.
+
+        One that fails is left out from then on.
+        """
+        going = {one.label: _Spent() for one, _ in pairs}
         for trial in range(self.trials + 1):
-            for one, smaller in pairs:
-                label = one.label
-                if trial > 1 and spent[label] + longest[label] > self.limit:
+            for one, smaller in pairs[:1] if self.brief and not trial else pairs:
+                so_far = going.get(one.label)
+                if so_far is None or self._over(trial, so_far):
                     continue
-                began = time.perf_counter()
-                run = self.trial(tower, smaller if trial == 0 else one, trial)
-                longest[label] = time.perf_counter() - began
-                spent[label] += longest[label] if trial else 0.0
-                steps[label] = len(run.log.steps)
-        if self.profile and tower.device.type == "cuda":
+                work = partial(self._again, tower, smaller if trial == 0 else one, trial, so_far)
+                if not self.guarded(one.label, work):
+                    del going[one.label]
+        if self.profiled is not None and tower.device.type == "cuda":
             for one, _ in pairs:
-                self.kernels(tower, one, steps[one.label])
+                so_far = going.get(one.label)
+                wanted = re.search(self.profiled, one.label) is not None
+                if wanted and so_far is not None and so_far.kinds and not self.too_late:
+                    work = partial(self.kernels, tower, one, so_far.kinds)
+                    self.guarded(f"{one.label} by kernel", work)
+
+    @property
+    def too_late(self) -> bool:
+        """Whether the time for all of this is over."""
+        return time.perf_counter() > self.until
+
+    def _over(self, trial: int, so_far: _Spent) -> bool:
+        return self.too_late or (trial > 1 and so_far.seconds + so_far.longest > self.limit)
+
+    def _again(self, tower: Tower, one: Variant, trial: int, so_far: _Spent) -> None:
+        began = time.perf_counter()
+        run = self.trial(tower, one, trial)
+        so_far.longest = time.perf_counter() - began
+        so_far.seconds += so_far.longest if trial else 0.0
+        so_far.kinds = {kind: number for kind, (number, _) in run.log.by_kind().items()}
 
     def trial(self, tower: Tower, one: Variant, trial: int) -> Run:
         """One repetition, recorded."""
@@ -98,6 +136,7 @@ class Trials:
             workload=one.workload,
             variant=one.name,
             trial=trial,
+            full=one.workload in self.full,
             asked=one.asked,
             settings=one.settings,
             measures=found,
@@ -105,20 +144,18 @@ class Trials:
         print(f"{one.label} #{trial}: {in_short(found)}", flush=True)
         return run
 
-    def kernels(self, tower: Tower, one: Variant, steps: int) -> None:
-        """A repetition whose kernels are watched, early and late in its `steps`, and recorded."""
-        watching = KernelProfile([(steps // 6, 6), (steps * 2 // 3, 20)])
-        watching.finish(len(measure(tower, one, 7, self.limit, watching).log.steps))
-        for found in watching.found:
-            self.lines.add("kernels", workload=one.workload, variant=one.name, **found)
-            costliest = "; ".join(
-                f"{k['name'][:40]} x{k['per_step']:.0f} {k['us_per_step']:.0f}"
-                for k in found["kernels"][:10]
-            )
+    def kernels(self, tower: Tower, one: Variant, expected: Mapping[str, int]) -> None:
+        """A repetition of which some steps of every kind are watched, and recorded."""
+        watching = KernelProfile(expected)
+        measure(tower, one, 7, self.limit, watching)
+        for kind, found in watching.found().items():
+            where = {"workload": one.workload, "variant": one.name, "step_kind": kind}
+            self.lines.add("kernels", **where, **found)
+            parts = sorted(found["parts"].items(), key=lambda item: -item[1])
             print(
-                f"{one.label} kernels from step {found['first_step']}:"
-                f" {found['us_per_step']:.0f} us a step, idle {found['idle']:.3f},"
-                f" {found['launches_per_step']:.0f} launches; {costliest}",
+                f"{one.label} {kind}: {found['us_per_step']:.0f} us a step, idle"
+                f" {found['idle']:.3f}, {found['launches_per_step']:.0f} launches; "
+                + "; ".join(f"{name} {micro:.0f}" for name, micro in parts),
                 flush=True,
             )
 
@@ -128,7 +165,7 @@ def measure(
     one: Variant,
     seed: int,
     limit: float,
-    before_step: Callable[[int], None] | None = None,
+    before_step: Before | None = None,
 ) -> Run:
     """One repetition on a new engine. Raises what the engine raises."""
     watched = tower.engine(**one.settings)
@@ -169,6 +206,7 @@ def in_short(m: dict[str, Any]) -> str:
         f"{m['steps']} steps ({m['steps_with_prompts']} with prompts, {m['late_steady']} others"
         f" late), {m['graph_replays']} graphs",
         f"idle {number(m['idle_between_steps'], 3)}, steady {number(m['idle_when_steady'], 3)}",
+        ", ".join(f"{kind} {ms:.2f} ms" for kind, ms in m["ms_by_kind"].items()),
     ]
     if m["draft_tokens"]:
         shown.append(f"accepted {m['accepted_tokens'] / m['draft_tokens']:.2f}")

@@ -11,12 +11,23 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from bench.engine.tower import Need
-from bench.engine.traffic import Ask, Conversations, Draw, Given, Traffic, at_once
+from bench.engine.traffic import (
+    Ask,
+    Conversations,
+    Draw,
+    Given,
+    Traffic,
+    at_once,
+    some_cold,
+)
 
 BUDGET = 8192
 """Prompt tokens a step, unless a workload is about them."""
 
 CHECKPOINTS = 256
+
+CHANCE = 0.8
+"""That a draft is accepted, where a workload is not about that."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +218,7 @@ def f_drafts(scale: Scale) -> Iterator[Variant]:
         for chance in (1.0, 0.8, 0.5, 0.0) if drafts else (None,):
             note = f"{drafts} drafts" + (f", {chance:g}" if drafts else "")
             yield _batch("F", scale, drafts, chance, f"B, {note}")
-            if chance in (None, 0.8):
+            if chance in (None, CHANCE):
                 yield _prefix(
                     "F", f"C on, {note}", scale, caching=True, drafts=drafts, chance=chance
                 )
@@ -239,8 +250,12 @@ def g_burst(scale: Scale) -> Iterator[Variant]:
 
 
 def i_matrix(scale: Scale) -> Iterator[Variant]:
-    """I: long in or long out, half shared, with 5 drafts in a batch of 64 or none in one of 256."""
-    for prompt, out in ((16384, 2048), (2048, 16384)):
+    """I: long in or long out, with 5 drafts in a batch of 64 or none in one of 256.
+
+    Three of four prompts share their first half, the fourth nothing. Caching on and off are asked
+    the same.
+    """
+    for shape, prompt, out in (("long in", 16384, 2048), ("long out", 2048, 16384)):
         long, answer = scale.length(prompt), scale.count(out, 8)
         for seats, drafts in ((64, 5), (256, 0)):
             session = long + answer + drafts + 8
@@ -254,14 +269,21 @@ def i_matrix(scale: Scale) -> Iterator[Variant]:
             for name, caching in (("off", False), ("on", True)):
                 yield Variant(
                     workload="I",
-                    name=f"{long} in, {answer} out, batch {seats}, {drafts} drafts, {name}",
+                    name=f"{shape}, batch {seats}, {drafts} drafts, {name}",
                     need=need,
                     settings=settings(need, caching=caching),
-                    traffic=lambda draw, n=seats, i=long, o=answer: at_once(
+                    traffic=lambda draw, n=seats, i=long, o=answer: some_cold(
                         draw, n, i, o, shared=i // 2
                     ),
-                    chance=0.8 if drafts else None,
-                    asked=dict(requests=seats, prompt=long, out=answer, drafts=drafts),
+                    chance=CHANCE if drafts else None,
+                    asked=dict(
+                        requests=seats,
+                        prompt=long,
+                        shared=long // 2,
+                        out=answer,
+                        drafts=drafts,
+                        chance=CHANCE if drafts else None,
+                    ),
                 )
 
 

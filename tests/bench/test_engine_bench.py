@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import weakref
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import millpond.ops.triton
 from bench.engine import __main__ as command
+from bench.engine import kernels
 from bench.engine.drive import percentile
-from bench.engine.kernels import Busy, covered, summary
+from bench.engine.kernels import OTHER, Busy, covered, part_of, summary
 from bench.engine.models import Sizes, write
 from bench.engine.timed import Step, StepLog
-from bench.engine.tower import build
+from bench.engine.tower import Need, build, give_back
 from bench.engine.traffic import Conversations, Draw, at_once
 from bench.engine.trials import Lines, Trials, measure
-from bench.engine.workloads import WORKLOADS, Scale, Variant, groups
+from bench.engine.workloads import WORKLOADS, Scale, Variant, groups, settings
 from millpond.models.base import describe
 from millpond.runtime.graphs import CallAgain
 
@@ -155,25 +160,151 @@ def test_the_models_are_of_the_published_sizes(tmp_path: Path) -> None:
 
 
 def test_idle_time_lies_between_steps_and_before_late_ones() -> None:
-    prompt = Step(steady=False, late=True, launching=0.5, begin=0.0, end=4.0)
-    first = Step(steady=True, late=True, launching=0.1, begin=5.0, end=6.0)
-    ahead = Step(steady=True, late=False, launching=0.1, begin=6.0, end=7.0)
-    late = Step(steady=True, late=True, launching=0.1, begin=7.3, end=8.0)
+    prompt = Step("mixed", late=True, launching=0.5, begin=0.0, end=4.0)
+    first = Step("decode", late=True, launching=0.1, begin=5.0, end=6.0)
+    ahead = Step("decode", late=False, launching=0.1, begin=6.0, end=7.0)
+    late = Step("verify", late=True, launching=0.1, begin=7.3, end=8.0)
     log = StepLog([prompt, first, ahead, late])
     assert log.idle() == pytest.approx(1.3 / 8)
     # From the end of the first steady one on: a gap, and the launch of the one after it.
     assert log.idle_when_steady() == pytest.approx((0.3 + 0.1) / 2)
     assert (log.launching(True), log.launching(False)) == (pytest.approx(0.3), 0.5)
+    told = {kind: (n, pytest.approx(spent)) for kind, (n, spent) in log.by_kind().items()}
+    assert told == {"mixed": (1, 4.0), "decode": (2, 2.0), "verify": (1, 0.7)}
     assert StepLog().idle() is None
     assert StepLog([prompt]).idle_when_steady() is None
 
 
 def test_kernels_that_overlap_count_once() -> None:
-    events = [Busy("a", 0, 10), Busy("b", 5, 12), Busy("a", 20, 30)]
-    assert covered(events) == 22
-    found = summary(events, first=3, steps=2, seconds=44e-6)
+    step = [Busy("_up", 0, 10), Busy("nvjet_sm90", 5, 12), Busy("_up", 20, 30)]
+    assert covered(step) == 22
+    again = [Busy("_up", 100, 104)]  # of another step: what lies between them is neither's
+    found = summary([step, again], seconds=52e-6)
     assert found["idle"] == pytest.approx(0.5)
-    assert found["kernels"][0] == {"name": "a", "per_step": 1.0, "us_per_step": 10.0}
+    assert found["kernels"][0] == {"name": "_up", "per_step": 1.5, "us_per_step": 12.0}
+    assert found["parts"] == {"experts": 12.0, "products": 3.5}
+    assert found["launches_per_step"] == 2.0
+
+
+def test_every_kernel_of_ours_belongs_to_a_part_of_the_model() -> None:
+    launched = {
+        call.func.value.id
+        for file in Path(millpond.ops.triton.__path__[0]).glob("*.py")
+        for call in ast.walk(ast.parse(file.read_text("utf-8")))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Subscript)
+        and isinstance(call.func.value, ast.Name)
+    }
+    assert len(launched) > 30
+    assert {name for name in launched if part_of(name) == OTHER} == set()
+
+
+def test_steps_of_every_kind_are_watched_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where there is no GPU a stand-in tells one kernel for every launch it saw."""
+    running: list[str] = []
+
+    class Profile:
+        def __init__(self, **_: object) -> None:
+            running.append("watched")
+
+        def start(self) -> None:
+            pass
+
+        def stop(self) -> None:
+            running.pop()
+
+        def events(self) -> list[object]:
+            span = SimpleNamespace(start=0.0, end=3.0)
+            device = torch.autograd.DeviceType.CUDA
+            return [SimpleNamespace(name="_up", time_range=span, device_type=device)]
+
+    monkeypatch.setattr(kernels, "profile", Profile)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
+    one = variant("F", "B, 1 drafts, 0.5")
+    tower = build("tiny-q4", one.need, device="cpu", forced=True)
+    kinds = measure(tower, one, 3, 60.0).log.by_kind()
+    watching = kernels.KernelProfile({kind: number for kind, (number, _) in kinds.items()})
+    measure(tower, one, 3, 60.0, watching)
+    found = watching.found()
+    assert not running
+    assert {"prompt", "verify"} <= set(found)
+    assert found["verify"]["steps"] == min(kernels.WATCHED, kinds["verify"][0])
+    assert all(of["parts"] == {"experts": 3.0} for of in found.values())
+
+
+def test_what_is_watched_is_spread_over_a_run() -> None:
+    assert kernels.spread(3) == [0, 1, 2]
+    assert kernels.spread(100) == [12, 37, 62, 87]
+    assert kernels.spread(0) == []
+
+
+def test_a_variant_that_fails_leaves_the_others_their_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from bench.engine import trials as module
+
+    sound = module.measure
+
+    def planted(tower: object, one: Variant, *rest: Any) -> object:
+        if one.name == "off":
+            raise ValueError("planted")
+        return sound(tower, one, *rest)
+
+    monkeypatch.setattr(module, "measure", planted)
+    arguments = "--model tiny-q4 --workloads D --trials 1 --scale 0.02 --shrink 0.02 --device cpu"
+    file = tmp_path / "lines.jsonl"
+    assert command.main([*arguments.split(), "--out", str(file)]) == 1
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(r["kind"], r.get("what"), r.get("variant")) for r in lines[1:]] == [
+        ("error", "D off", None),
+        ("trial", None, "on"),
+        ("trial", None, "on"),
+    ]
+
+
+def test_a_brief_run_warms_up_once_and_ends_in_time(tmp_path: Path) -> None:
+    file = tmp_path / "lines.jsonl"
+    arguments = "--model tiny-q4 --workloads G --trials 1 --scale 0.02 --shrink G=0.02 --brief"
+    assert command.main([*arguments.split(), "--out", str(file), "--device", "cpu"]) == 0
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [r["trial"] for r in lines[1:]] == [0, 1, 1, 1, 1]
+    assert not any(r["full"] for r in lines[1:])
+    late = [*arguments.split(), "--out", str(file), "--device", "cpu", "--seconds", "0"]
+    assert command.main(late) == 0
+    assert len(file.read_text().splitlines()) == len(lines)
+
+
+def test_scales_are_for_all_or_for_one_workload() -> None:
+    found = command.scales_of("0.5,I=0.25", "I=0.125", "BI")
+    assert found == {"B": Scale(0.5, 1.0), "I": Scale(0.25, 0.125)}
+    with pytest.raises(ValueError):
+        command.scales_of("B=half", "1", "B")
+
+
+def test_cold_prompts_among_shared_ones_are_told_apart() -> None:
+    found = measured("I", "long in, batch 64, 5 drafts, on", scale=Scale(0.002, 0.01))
+    asked = variant("I", "long in, batch 64, 5 drafts, on", Scale(0.002, 0.01)).asked
+    hits = 48 - 1  # the first of those that share computes
+    assert found["cached_tokens"] == hits * (asked["shared"] // 64 * 64) > 0
+    times = found["ttft_p99_by_label_s"]
+    assert set(times) == {"cold", "shared"}
+    assert found["ttft_cold_p99_s"] == times["cold"] >= found["ttft_by_label_s"]["cold"]
+    assert measured("B", "")["ttft_cold_p99_s"] is None
+
+
+def test_a_tower_leaves_nothing_behind() -> None:
+    """The next one may need all of the memory."""
+    need = Need(seats=2, session=64, tokens=128, checkpoints=4, drafts=1)
+    tower = build("tiny-g8", need, device="cpu", forced=True)
+    tower.worker.runner.capture(capturer=CallAgain())
+    watched = tower.engine(**settings(need, caching=True))
+    watched.run(at_once(Draw(1, 512), 2, 20, 4))
+    watched.engine.close()
+    del watched
+    weights = weakref.ref(tower.worker.runner.model)
+    del tower
+    give_back()
+    assert weights() is None
 
 
 def test_percentiles_are_values_that_were_measured() -> None:

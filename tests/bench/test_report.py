@@ -37,7 +37,6 @@ def tower(run: str, **changes: Any) -> Record:
         commit="abc1234",
         machine="NVIDIA H200, 140 GiB, driver 1",
         versions="Python 3, torch 2",
-        full=True,
         model="q4",
         dtype="bfloat16",
         drafts=0,
@@ -60,6 +59,7 @@ def trial(run: str, measures: Record, workload: str, variant: str = "", **of: An
         workload=workload,
         variant=variant,
         trial=of.pop("trial", 1),
+        full=of.pop("full", True),
         asked=of.pop("asked", TALK if workload == "D" else dict(requests=1, prompt=512, out=256)),
         measures=measures | of,
     )
@@ -99,7 +99,10 @@ def test_a_bar_is_met_or_missed_beside_the_peers_figures(measures: Record) -> No
 
 @pytest.mark.parametrize("change", [{"full": False}, {"model": "g8"}, {"machine": "2 x CPU"}])
 def test_peers_stand_beside_the_same_work_only(measures: Record, change: Record) -> None:
-    found = text_of(tower("1", **change), trial("1", measures, "B", output_tokens_per_s=9e3))
+    full = change.pop("full", True)
+    one = trial("1", measures, "B", output_tokens_per_s=9e3, full=full)
+    found = text_of(tower("1", **change), one)
+    assert ("smaller than it is meant to be" in found) == (not full)
     assert "7,507" not in found
     assert "met" not in row(found, "B")
 
@@ -142,6 +145,60 @@ def test_memory_of_a_sequence_is_held_against_its_bar(measures: Record) -> None:
     records = [trial("1", measures, "F", "B, 3 drafts, 1")]
     assert "met: 1.047 of 1.1" in text_of(tower("1", drafts=3), *records)
     assert "missed: 1.117 of 1.1" in text_of(tower("1", drafts=3, seat_mb=6.0), *records)
+
+
+def test_caching_is_held_against_none_also_for_those_who_gain_nothing(measures: Record) -> None:
+    name = "long in, batch 64, 5 drafts"
+    off = trial("1", measures, "I", f"{name}, off", output_tokens_per_s=100.0, ttft_cold_p99_s=1.0)
+    on = trial("1", measures, "I", f"{name}, on", output_tokens_per_s=130.0, ttft_cold_p99_s=1.25)
+    found = row(text_of(tower("1"), off, on), f"I {name}, on")
+    assert "met: 1.300 of 1.006" in found
+    assert "missed: 0.800 of 0.95" in found
+    assert "cold p99 1.25" in found
+
+
+def kernels_of(run: str, variant: str, kind: str, delta: float) -> Record:
+    parts = {"delta rule": delta, "products": 3000.0}
+    told = [dict(name="_fold_verify", per_step=24.0, us_per_step=delta)]
+    told.append(dict(name="nvjet_sm90", per_step=130.0, us_per_step=3000.0))
+    of_step = dict(steps=4, us_per_step=6000.0, idle=0.05, launches_per_step=400.0)
+    return dict(
+        run=run, kind="kernels", workload="F", variant=variant, step_kind=kind, parts=parts,
+        kernels=told, **of_step,
+    )  # fmt: skip
+
+
+def test_the_delta_rule_of_a_verify_step_is_held_against_that_of_decoding(
+    measures: Record,
+) -> None:
+    def text(verify: float) -> str:
+        return text_of(
+            tower("1"),
+            trial("1", measures, "F", "B, 0 drafts", asked=dict(drafts=0)),
+            trial("1", measures, "F", "B, 3 drafts, 1", asked=dict(drafts=3)),
+            kernels_of("1", "B, 0 drafts", "decode", 1000.0),
+            kernels_of("1", "B, 3 drafts, 1", "verify", verify),
+        )
+
+    assert "met: 1.30 of 1.4, its delta rule" in row(text(1300.0), "F B, 3 drafts, 1")
+    assert "missed: 1.60 of 1.4, its delta rule" in row(text(1600.0), "F B, 3 drafts, 1")
+    assert "its delta rule" not in row(text(1300.0), "F B, 0 drafts")
+
+
+def test_kernels_are_told_by_part_and_kind_of_step(measures: Record) -> None:
+    records = (
+        tower("1"),
+        kernels_of("1", "B, 3 drafts, 1", "mixed", 500.0),
+        kernels_of("1", "B, 3 drafts, 1", "verify", 1300.0),
+    )
+    found = report.kernels(report.Results.read([json.dumps(r) for r in records]))
+    lines = found.splitlines()
+    assert "| mixed, 4 watched | verify, 4 watched |" in found
+    assert "| **delta rule** | 500 | 1300 |" in lines
+    assert "| `nvjet_sm90` | 3000 (130) | 3000 (130) |" in lines
+    assert lines.index("| **products** | 3000 | 3000 |") < lines.index(
+        "| **delta rule** | 500 | 1300 |"
+    )
 
 
 def test_the_newest_run_is_shown_unless_another_is_asked_for(measures: Record) -> None:
