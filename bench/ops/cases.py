@@ -156,9 +156,8 @@ def prefill(
     dtype: torch.dtype,
     lengths: list[int],
     exports: list[tuple[int, int]],
-    op: str = "delta_prefill",
 ) -> Case:
-    """`delta_prefill`, or `delta_decode` for rows of any length."""
+    """`delta_prefill`."""
     make = Maker(shape, device, dtype)
     tokens, states = sum(lengths), len(lengths) + len(exports)
     args = (
@@ -172,8 +171,7 @@ def prefill(
         "rows": make.rows(lengths, exports),
     }
     moved = (2 * len(lengths) + len(exports)) * shape.state_bytes + tokens * make.token_bytes()
-    label = f"rows {len(lengths)}, tokens {tokens}, exports {len(exports)}"
-    return Case(op, label, shape, args, named, moved)
+    return Case("delta_prefill", _label(lengths, exports), shape, args, named, moved)
 
 
 def verify_rows(make: Maker, rows: int, most: int, pending: int, exports: int) -> VerifyRows:
@@ -192,48 +190,14 @@ def verify_rows(make: Maker, rows: int, most: int, pending: int, exports: int) -
     )
 
 
-def verify(
-    shape: Shape,
-    device: torch.device,
-    dtype: torch.dtype,
-    rows: int,
-    most: int,
-    pending: int,
-    exports: int = 0,
-) -> Case:
-    """`delta_verify` of `rows` rows with K = `most`."""
-    make = Maker(shape, device, dtype)
-    tokens = rows * (most + 1)
-    args = (
-        *make.heads(tokens),
-        make.random(tokens, *shape.decay),
-        make.random(tokens, shape.heads),
-    )
-    named = {
-        "pending": make.heads(rows, most),
-        "gate": make.gate(),
-        "bank": make.states(rows + exports),
-        "ring_decay": make.random(rows, 2, most, *shape.decay),
-        "ring_beta": make.random(rows, 2, most, shape.heads),
-        "rows": verify_rows(make, rows, most, pending, exports),
-    }
-    rings = rows * (pending + most) * shape.heads * (shape.k_dim if shape.by_channel else 1)
-    moved = (2 * rows + exports) * shape.state_bytes + rings * dtype.itemsize
-    moved += (tokens + rows * pending) * make.token_bytes()
-    return Case(
-        "delta_verify", f"rows {rows}, K {most}, pending {pending}", shape, args, named, moved
-    )
-
-
 def conv(
     shape: Shape,
     device: torch.device,
     dtype: torch.dtype,
     lengths: list[int],
     exports: list[tuple[int, int]],
-    op: str,
 ) -> Case:
-    """`conv_prefill` or `conv_decode`."""
+    """`conv_prefill`."""
     make = Maker(shape, device, dtype)
     tokens, slots = sum(lengths), len(lengths) + len(exports)
     x = make.random(tokens, shape.channels + 64)[:, : shape.channels]
@@ -244,76 +208,74 @@ def conv(
     weight = make.random(shape.channels, CONV_WIDTH, dtype=torch.float32)
     windows = (2 * len(lengths) + len(exports)) * (CONV_WIDTH - 1)
     moved = (2 * tokens + windows) * shape.channels * dtype.itemsize
-    label = f"rows {len(lengths)}, tokens {tokens}, exports {len(exports)}"
-    return Case(op, label, shape, (x, weight), named, moved)
+    return Case("conv_prefill", _label(lengths, exports), shape, (x, weight), named, moved)
 
 
-def conv_verify(
-    shape: Shape, device: torch.device, dtype: torch.dtype, rows: int, most: int, pending: int
+def _label(lengths: list[int], exports: list[tuple[int, int]]) -> str:
+    """Rows, all their tokens, and exports if there are any."""
+    more = f", exports {len(exports)}" if exports else ""
+    return f"rows {len(lengths)}, tokens {sum(lengths)}{more}"
+
+
+def mix_decode(
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    lengths: list[int],
+    exports: list[tuple[int, int]],
 ) -> Case:
-    """`conv_verify` of `rows` rows with K = `most`."""
-    make = Maker(shape, device, dtype)
-    tokens = rows * (most + 1)
-    x = make.random(tokens, shape.channels + 64)[:, : shape.channels]
-    named = {
-        "bank": make.random(rows, shape.channels, CONV_WIDTH - 1),
-        "ring": make.random(rows, 2, most, shape.channels),
-        "rows": verify_rows(make, rows, most, pending, 0),
-    }
-    weight = make.random(shape.channels, CONV_WIDTH, dtype=torch.float32)
-    moved = 2 * (tokens + rows * pending) + rows * (most + 2 * (CONV_WIDTH - 1))
-    label = f"rows {rows}, K {most}, pending {pending}"
-    moved *= shape.channels * dtype.itemsize
-    return Case("conv_verify", label, shape, (x, weight), named, moved)
-
-
-def mix_decode(shape: Shape, device: torch.device, dtype: torch.dtype, lengths: list[int]) -> Case:
     """`mix_decode` of rows of these lengths."""
     make = Maker(shape, device, dtype)
     args, moved = _mixed(make, sum(lengths))
-    rows = len(lengths)
+    rows, slots = len(lengths), len(lengths) + len(exports)
     named = {
         "gate": make.gate(),
-        "window": make.random(rows, CONV_WIDTH - 1, shape.channels).mT,
-        "bank": make.states(rows),
-        "rows": make.rows(lengths, []),
+        "window": make.random(slots, CONV_WIDTH - 1, shape.channels).mT,
+        "bank": make.states(slots),
+        "rows": make.rows(lengths, exports),
     }
-    moved += rows * _slot_bytes(shape, dtype)
-    return Case("mix_decode", f"rows {rows}, tokens {sum(lengths)}", shape, args, named, moved)
+    moved += (2 * rows + len(exports)) * _slot_bytes(shape, dtype)
+    return Case("mix_decode", _label(lengths, exports), shape, args, named, moved)
 
 
 def mix_verify(
-    shape: Shape, device: torch.device, dtype: torch.dtype, rows: int, most: int, pending: int
+    shape: Shape,
+    device: torch.device,
+    dtype: torch.dtype,
+    rows: int,
+    most: int,
+    pending: int,
+    exports: int = 0,
 ) -> Case:
-    """`mix_verify` of `rows` rows with K = `most`."""
+    """`mix_verify` of `rows` rows with K = `most`, each with `pending` drafts to fold."""
     make = Maker(shape, device, dtype)
     args, moved = _mixed(make, rows * (most + 1))
+    slots = rows + exports
     named = {
         "gate": make.gate(),
-        "window": make.random(rows, CONV_WIDTH - 1, shape.channels).mT,
-        "bank": make.states(rows),
+        "window": make.random(slots, CONV_WIDTH - 1, shape.channels).mT,
+        "bank": make.states(slots),
         "ring": make.random(rows, 2, most, shape.channels),
         "ring_decay": make.random(rows, 2, most, *shape.decay),
         "ring_beta": make.random(rows, 2, most, shape.heads),
-        "rows": verify_rows(make, rows, most, pending, 0),
+        "rows": verify_rows(make, rows, most, pending, exports),
     }
     decays = shape.heads * (shape.k_dim if shape.by_channel else 1)
     of_ring = (shape.channels + decays + shape.heads) * dtype.itemsize
-    moved += rows * (_slot_bytes(shape, dtype) + (pending + most) * of_ring)
-    return Case(
-        "mix_verify", f"rows {rows}, K {most}, pending {pending}", shape, args, named, moved
-    )
+    moved += (2 * rows + exports) * _slot_bytes(shape, dtype) + rows * (pending + most) * of_ring
+    label = f"rows {rows}, K {most}, folded {pending}"
+    return Case("mix_verify", label, shape, args, named, moved)
 
 
 def _mixed(make: Maker, tokens: int) -> tuple[tuple[torch.Tensor, ...], int]:
-    """What a layer's projections give of so many tokens, its taps, and what a token moves."""
+    """What a layer's projections give of so many tokens, its taps, and what these move."""
     shape = make.shape
     x = make.random(tokens, shape.channels + 64)[:, : shape.channels]
     taps = make.random(CONV_WIDTH, shape.channels, dtype=torch.float32).t()
     gates = make.random(tokens, *shape.decay), make.random(tokens, shape.heads)
-    return (x, taps, *gates), tokens * make.token_bytes()
+    return (x, taps, *gates), tokens * make.token_bytes() + taps.nbytes
 
 
 def _slot_bytes(shape: Shape, dtype: torch.dtype) -> int:
-    """A state and a window, read and written."""
-    return 2 * (shape.state_bytes + (CONV_WIDTH - 1) * shape.channels * dtype.itemsize)
+    """A state and a window."""
+    return shape.state_bytes + (CONV_WIDTH - 1) * shape.channels * dtype.itemsize

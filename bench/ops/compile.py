@@ -100,12 +100,11 @@ def batches(shape: cases.Shape, dtype: torch.dtype) -> Iterator[list[cases.Case]
     where = (shape, CPU, dtype)
     prompts = [([64], []), ([3], [(0, 3)]), ([64] * 16, [(1, 64)] * 16), ([1, 65, 0], [(1, 64)])]
     singles = [([1], []), ([1] * 16, [(0, 1)]), ([1] * 5, [])]
+    verify = [(rows, 3, 2, exports) for rows, exports in ((1, 0), (16, 3), (5, 1))]
     yield [cases.prefill(*where, *p) for p in prompts]
-    yield [cases.prefill(*where, *p, op="delta_decode") for p in singles]
-    yield [cases.conv(*where, *p, op="conv_prefill") for p in prompts]
-    yield [cases.conv(*where, *p, op="conv_decode") for p in singles]
-    yield [cases.verify(*where, rows, 3, 2, exports) for rows, exports in ((1, 0), (16, 3), (5, 1))]
-    yield [cases.conv_verify(*where, rows, 3, 1) for rows in (1, 16, 5)]
+    yield [cases.conv(*where, *p) for p in prompts]
+    yield [cases.mix_decode(*where, *p) for p in singles]
+    yield [cases.mix_verify(*where, *v) for v in verify]
 
 
 def main(arguments: list[str]) -> int:

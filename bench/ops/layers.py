@@ -144,9 +144,9 @@ def spans(shape: Shape) -> Iterator[tuple[str, Spans]]:
     if shape.small:
         yield "rows 2, mixed", ([(64, 70)], [129])
         return
-    for rows, position in ((1, 1279), (16, 1279), (64, 1279), (256, 1279), (64, 8191)):
+    for rows, position in ((64, 1279), (64, 8191), (1, 1279), (16, 1279), (256, 1279)):
         yield f"decode, rows {rows} at {position}", ([], [position] * rows)
-    for start, count, rows in ((0, 2048, 1), (0, 8192, 1), (4096, 4096, 2), (28672, 3648, 1)):
+    for start, count, rows in ((0, 8192, 1), (4096, 4096, 2), (0, 2048, 1), (28672, 3648, 1)):
         yield f"prefill, rows {rows}, tokens {count} from {start}", ([(start, count)] * rows, [])
 
 
@@ -335,34 +335,36 @@ def sample(shape: Shape, device: torch.device, dtype: torch.dtype, rows: int, ho
 
 def built(
     shape: Shape, device: torch.device, dtype: torch.dtype
-) -> Iterator[tuple[str, Callable[[], Case]]]:
-    """Every case of a model as (family, how to make it): one at a time, they are large."""
+) -> Iterator[tuple[str, str, Callable[[], Case]]]:
+    """Every case of a model as (family, what it is a case of, how to make it): one at a time, they
+    are large. Of each kind the most telling comes first.
+    """
     where = (shape, device, dtype)
     for label, at in spans(shape):
+        form = label.split(",")[0]
         if shape.kv_heads:
-            yield "attention", partial(gqa, *where, label, at)
+            yield "attention", form, partial(gqa, *where, label, at)
             continue
-        yield "attention", partial(mla, *where, label, at)
-        yield "indexer", partial(pool_keys, *where, label, at)
+        yield "attention", form, partial(mla, *where, label, at)
+        yield "indexer", f"pool_keys, {form}", partial(pool_keys, *where, label, at)
         if max(start + count for start, count in [*at[0], *[(p, 1) for p in at[1]]]) > shape.top_k:
-            yield "indexer", partial(select, *where, label, at)
-    many = (3, 70) if shape.small else (1, 64, 256, 2048, 8192)
-    for tokens in many:
+            yield "indexer", f"select, {form}", partial(select, *where, label, at)
+    for tokens in (3, 70) if shape.small else (64, 8192, 1, 256, 2048):
         if shape.experts:
-            yield "moe", partial(route, *where, tokens)
-            yield "moe", partial(experts, *where, tokens)
+            yield "moe", "route", partial(route, *where, tokens)
+            yield "moe", "experts", partial(experts, *where, tokens)
         for op in ("hyper_pre", "hyper_post", "hyper_mean") if shape.streams else ():
-            yield "hyper", partial(hyper, *where, tokens, op)
+            yield "hyper", op, partial(hyper, *where, tokens, op)
         of_family = "rms_norm" if shape.streams else "zero_centred_rms_norm"
         for op in (of_family, "swiglu"):
-            yield "norms", partial(norm, *where, tokens, op)
+            yield "norms", op, partial(norm, *where, tokens, op)
     sizes = (
         (2 * shape.inner, shape.hidden),
         (shape.hidden, shape.inner),
         (shape.vocab, shape.hidden),
     )
-    for rows in (3,) if shape.small else (1, 16, 64, 256):
+    for rows in (3,) if shape.small else (64, 1, 16, 256):
         for size in sizes:
-            yield "products", partial(product, *where, rows, size)
+            yield "products", str(size), partial(product, *where, rows, size)
         for how in ("greedy", "noise", "filters"):
-            yield "sampling", partial(sample, *where, rows, how)
+            yield "sampling", how, partial(sample, *where, rows, how)

@@ -52,12 +52,8 @@ class Bound:
     add_norm: Pair
     linear_by_head: Op
     conv_prefill: Op
-    conv_decode: Op
     delta_prefill: Op
-    delta_decode: Op
     boundary_store: Callable[..., None]
-    conv_verify: Pair
-    delta_verify: Op
     mix_decode: Op
     mix_verify: Op
     hidden_before_verify: Op

@@ -20,7 +20,7 @@ from millpond.ops.batch import WriteLog
 from millpond.ops.bind import backends, bind
 from millpond.ops.flash_kda import backend
 from millpond.ops.flash_kda.adapter import Piece, delta_prefill, pieces
-from millpond.ops.reference import delta
+from millpond.ops.reference import delta, steps
 from tests.ops.batches import make_rows, strided_bank
 
 HEADS, DIM = 1, 128
@@ -198,7 +198,7 @@ def test_the_right_library_still_needs_cuda_and_is_never_chosen_unasked() -> Non
     assert bind(cpu, among=known, quiet=True).delta_prefill is delta.delta_prefill
     named = bind(cpu, among=known, delta_prefill_backend="flash_kda", quiet=True)
     assert named.delta_prefill is delta_prefill
-    assert named.delta_decode is delta.delta_decode
+    assert named.mix_decode is steps.mix_decode
 
 
 def test_a_library_that_cannot_be_imported_says_why(

@@ -15,9 +15,8 @@ import torch
 from millpond.ops.bind import Backend
 
 _OPS = {
-    "conv": ("conv_prefill", "conv_decode", "conv_verify"),
+    "conv": ("conv_prefill",),
     "chunks": ("delta_prefill",),
-    "tokens": ("delta_decode", "delta_verify"),
     "steps": ("mix_decode", "mix_verify"),
     "slots": ("boundary_store", "hidden_before_verify", "boundary_verify"),
     "writes": ("write_kv", "turn_and_write"),

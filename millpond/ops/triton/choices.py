@@ -15,13 +15,13 @@ import torch
 
 @dataclass(frozen=True, slots=True)
 class ConvChoice:
-    """A program's tile of the convolution: of prompt rows, and of rows taken token by token."""
+    """A program's tile of a prompt's convolution: of outputs, and of windows."""
 
     tokens: int = 32
     channels: int = 256
     warps: int = 2
-    row_channels: int = 256
-    row_warps: int = 2
+    window_channels: int = 256
+    window_warps: int = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ ROOMY = frozenset({(9, 0), (10, 0), (10, 3)})
 MEASURED: MappingProxyType[str, Choices] = MappingProxyType(
     {
         "NVIDIA H200": Choices(
-            conv=ConvChoice(tokens=32, channels=256, warps=2, row_channels=256, row_warps=2),
+            conv=ConvChoice(tokens=32, channels=256, warps=2, window_channels=256, window_warps=2),
             tokens=TokenChoice(values=16, warps=1),
         ),
     }
@@ -80,12 +80,12 @@ def _of_device(device: torch.device) -> Choices:
 
 
 def conv_choice(device: torch.device) -> ConvChoice:
-    """What the convolution uses on `device`."""
+    """What `conv_prefill` uses on `device`."""
     return _of_device(device).conv
 
 
 def token_choice(device: torch.device) -> TokenChoice:
-    """What `delta_decode` and `delta_verify` use on `device`."""
+    """What `mix_decode` and `mix_verify` use on `device`."""
     return _of_device(device).tokens
 
 

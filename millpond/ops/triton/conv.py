@@ -1,9 +1,8 @@
-"""The short causal convolution from slot to slot, for prompt, decode and verify rows.
+"""The short causal convolution of prompt rows, from slot to slot.
 
-Contract and arithmetic: `millpond.ops.reference.conv` and `.verify`. Taps are added in rising order
-in fp32. x may be a view of wider rows; a token's channels are contiguous. Decode and verify rows
-go token by token, the window in registers: each input is read once, the next one while this one
-is worked on.
+Contract and arithmetic: `millpond.ops.reference.conv`. Taps are added in rising order in fp32. x
+may be a view of wider rows; a token's channels are contiguous. Rows that are taken token by token
+go through `steps`, which uses the taps, windows and sums of this module.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from millpond.ops.batch import RowSlots, VerifyRows
+from millpond.ops.batch import RowSlots
 from millpond.ops.triton.choices import conv_choice
 from millpond.ops.triton.shared import (
     UNFUSED,
@@ -23,7 +22,6 @@ from millpond.ops.triton.shared import (
     rounded,
     row_of_block,
     silu,
-    slot_stride,
     token_stride,
     told,
 )
@@ -50,65 +48,16 @@ def conv_prefill(
             C=channels, **shape, BT=choice.tokens, BC=choice.channels,
             ALIGNED=aligned(x, y), num_warps=choice.warps, **UNFUSED,
         )  # fmt: skip
-        _windows[(count + exports, triton.cdiv(channels, choice.row_channels))](
+        _windows[(count + exports, triton.cdiv(channels, choice.window_channels))](
             x, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
             rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
             token_stride(x), bank.stride(0),
             C=channels, OLD_C=shape["OLD_C"], OLD_W=shape["OLD_W"], HISTORY=shape["W"] - 1,
-            PLACES=power_of_two(shape["W"] - 1), BC=choice.row_channels,
-            num_warps=choice.row_warps, **UNFUSED,
+            PLACES=power_of_two(shape["W"] - 1), BC=choice.window_channels,
+            num_warps=choice.window_warps, **UNFUSED,
         )  # fmt: skip
     rows.written.record(*report)
     return y
-
-
-def conv_decode(
-    x: torch.Tensor, weight: torch.Tensor, *, bank: torch.Tensor, rows: RowSlots
-) -> torch.Tensor:
-    """As `conv_prefill` in one launch: a program is a row's channels, all tokens one by one."""
-    choice = conv_choice(x.device)
-    channels, shape = weight.shape[0], conv_shape(weight, bank)
-    y = torch.empty((x.shape[0], channels), dtype=x.dtype, device=x.device)
-    count, exports = rows.num_rows, rows.export_slot.shape[0]
-    report = report_for(count + exports, x.device)
-    if count:
-        _decode[(triton.cdiv(channels, choice.row_channels), count)](
-            x, y, weight, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
-            rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
-            token_stride(x), bank.stride(0),
-            C=channels, **shape, BC=choice.row_channels, ALIGNED=aligned(x, y),
-            num_warps=choice.row_warps, **UNFUSED,
-        )  # fmt: skip
-    rows.written.record(*report)
-    return y
-
-
-def conv_verify(
-    x: torch.Tensor,
-    weight: torch.Tensor,
-    *,
-    bank: torch.Tensor,
-    ring: torch.Tensor,
-    rows: VerifyRows,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As the reference, in one launch; only places that hold a token are written."""
-    choice = conv_choice(x.device)
-    channels, shape = weight.shape[0], conv_shape(weight, bank)
-    count, most = rows.num_rows, rows.width - 1
-    y = torch.empty((x.shape[0], channels), dtype=x.dtype, device=x.device)
-    old_y = torch.empty((count, most, channels), dtype=x.dtype, device=x.device)
-    report = report_for(2 * count, x.device)
-    if count:
-        _verify[(triton.cdiv(channels, choice.row_channels), count)](
-            x, y, old_y, weight, bank, ring, rows.state_in, rows.state_out, rows.base,
-            rows.pending, rows.num_drafts, rows.parity, rows.seats,
-            rows.export_end, rows.export_slot, report, count,
-            token_stride(x), bank.stride(0), slot_stride(ring),
-            C=channels, **shape, MOST=most, BC=choice.row_channels,
-            ALIGNED=aligned(x, y, ring), num_warps=choice.row_warps, **UNFUSED,
-        )  # fmt: skip
-    rows.written.record(*report)
-    return old_y, y
 
 
 def conv_shape(weight: torch.Tensor, bank: torch.Tensor) -> dict[str, int]:
@@ -385,119 +334,3 @@ def _early_exports(export_row, export_offset, num_exports, row, HISTORY: tl.cons
         offset = tl.load(export_offset + e, mask=e < num_exports, other=HISTORY)
         found += tl.sum((of_row & (offset < HISTORY)).to(tl.int32), 0)
     return found
-
-
-@kernel
-def _decode(
-    x, y, weight, bank, cu_seqlens, state_in, state_out, export_row, export_offset, export_slot,
-    report, num_rows, num_exports, x_stride, bank_stride,
-    C: tl.constexpr, W: tl.constexpr, TAP_C: tl.constexpr, TAP_W: tl.constexpr,
-    OLD_C: tl.constexpr, OLD_W: tl.constexpr, BC: tl.constexpr, ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """All tokens of one row by BC channels, and its windows."""
-    row = tl.program_id(1)
-    first = tl.program_id(0) == 0
-    of = num_rows + num_exports
-    c = tl.program_id(0) * BC + tl.arange(0, BC)
-    begin = tl.load(cu_seqlens + row).to(tl.int64)
-    length = tl.load(cu_seqlens + row + 1).to(tl.int64) - begin
-    slot = tl.load(state_in + row).to(tl.int64)
-    to = tl.load(state_out + row).to(tl.int64)
-    kind = x.dtype.element_ty
-    coming = _load_channels(x + begin * x_stride, c, tl.where(length > 0, C, 0), ALIGNED)
-    x3 = old_input(bank, slot, c, c, bank_stride, C, 3, W, OLD_C, OLD_W).to(kind)
-    x2 = old_input(bank, slot, c, c, bank_stride, C, 2, W, OLD_C, OLD_W).to(kind)
-    x1 = old_input(bank, slot, c, c, bank_stride, C, 1, W, OLD_C, OLD_W).to(kind)
-    w3 = tap(weight, c, c, C, 3, W, TAP_C, TAP_W)
-    w2 = tap(weight, c, c, C, 2, W, TAP_C, TAP_W)
-    w1 = tap(weight, c, c, C, 1, W, TAP_C, TAP_W)
-    w0 = tap(weight, c, c, C, 0, W, TAP_C, TAP_W)
-    for step in range(length):
-        at = begin + step
-        x0 = coming
-        more = tl.where(step + 1 < length, C, 0)
-        coming = _load_channels(x + (at + 1) * x_stride, c, more, ALIGNED)
-        out = rounded(convolved(w3, w2, w1, w0, x3, x2, x1, x0), y.dtype.element_ty)
-        _store_channels(y + at * C, out, c, C, ALIGNED)
-        x3, x2, x1 = x2, x1, x0
-        for e in range(num_exports):
-            offset = tl.load(export_offset + e).to(tl.int64)
-            if (tl.load(export_row + e) == row) & (offset == step + 1):
-                keep_inputs(
-                    bank, tl.load(export_slot + e).to(tl.int64), x3, x2, x1, c, c, bank_stride, C,
-                    W, OLD_C, OLD_W,
-                )  # fmt: skip
-    keep_inputs(bank, to, x3, x2, x1, c, c, bank_stride, C, W, OLD_C, OLD_W)
-    told(report, row, of, to, length, True, first)
-    for e in range(num_exports):
-        if tl.load(export_row + e) == row:
-            offset = tl.load(export_offset + e).to(tl.int64)
-            reached = (offset >= 1) & (offset <= length)
-            told(report, num_rows + e, of, tl.load(export_slot + e), offset, reached, first)
-
-
-@triton.jit
-def _load_next(x, ring, step, replayed, end, c, x_stride, C: tl.constexpr, ALIGNED: tl.constexpr):
-    """Input `step` of a verify row [BC]: the ring's pending drafts, then the row's own at x."""
-    if step < replayed:
-        value = _load_channels(ring + step * C, c, C, ALIGNED).to(x.dtype.element_ty)
-    else:
-        there = tl.where(step < end, C, 0)
-        value = _load_channels(x + (step - replayed) * x_stride, c, there, ALIGNED)
-    return value
-
-
-@kernel
-def _verify(
-    x, y, old_y, weight, bank, ring, state_in, state_out, base, pending, num_drafts, parity, seats,
-    export_end, export_slot, report, num_rows, x_stride, bank_stride, ring_stride,
-    C: tl.constexpr, W: tl.constexpr, TAP_C: tl.constexpr, TAP_W: tl.constexpr,
-    OLD_C: tl.constexpr, OLD_W: tl.constexpr, MOST: tl.constexpr, BC: tl.constexpr,
-    ALIGNED: tl.constexpr,
-):  # fmt: skip
-    """One verify row by BC channels: pending drafts, own tokens, the other ring bank, windows."""
-    row = tl.program_id(1)
-    first = tl.program_id(0) == 0
-    wide = row.to(tl.int64)
-    seat = tl.load(seats + row).to(tl.int64)
-    slot = tl.load(state_in + row).to(tl.int64)
-    to = tl.load(state_out + row).to(tl.int64)
-    export = tl.load(export_slot + row).to(tl.int64)
-    passed = tl.load(export_end + row).to(tl.int64) - tl.load(base + row).to(tl.int64)
-    replayed = tl.load(pending + row).to(tl.int64)
-    end = replayed + 1 + tl.load(num_drafts + row).to(tl.int64)
-    bank_of_ring = tl.load(parity + row).to(tl.int64)
-    if seat >= 0:
-        c = tl.program_id(0) * BC + tl.arange(0, BC)
-        kind = x.dtype.element_ty
-        tokens = x + wide * (MOST + 1) * x_stride
-        held = ring + seat * ring_stride + bank_of_ring * (MOST * C)
-        left = ring + seat * ring_stride + (1 - bank_of_ring) * (MOST * C)
-        coming = _load_next(tokens, held, 0, replayed, end, c, x_stride, C, ALIGNED)
-        x3 = old_input(bank, slot, c, c, bank_stride, C, 3, W, OLD_C, OLD_W).to(kind)
-        x2 = old_input(bank, slot, c, c, bank_stride, C, 2, W, OLD_C, OLD_W).to(kind)
-        x1 = old_input(bank, slot, c, c, bank_stride, C, 1, W, OLD_C, OLD_W).to(kind)
-        w3 = tap(weight, c, c, C, 3, W, TAP_C, TAP_W)
-        w2 = tap(weight, c, c, C, 2, W, TAP_C, TAP_W)
-        w1 = tap(weight, c, c, C, 1, W, TAP_C, TAP_W)
-        w0 = tap(weight, c, c, C, 0, W, TAP_C, TAP_W)
-        for step in range(end):
-            x0 = coming
-            coming = _load_next(tokens, held, step + 1, replayed, end, c, x_stride, C, ALIGNED)
-            out = rounded(convolved(w3, w2, w1, w0, x3, x2, x1, x0), y.dtype.element_ty)
-            own = step - replayed
-            if own < 0:
-                _store_channels(old_y + (wide * MOST + step) * C, out, c, C, ALIGNED)
-            else:
-                _store_channels(y + (wide * (MOST + 1) + own) * C, out, c, C, ALIGNED)
-            if own > 0:
-                raw = x0.to(ring.dtype.element_ty)
-                _store_channels(left + (own - 1) * C, raw, c, C, ALIGNED)
-            x3, x2, x1 = x2, x1, x0
-            if own == 0:
-                keep_inputs(bank, to, x3, x2, x1, c, c, bank_stride, C, W, OLD_C, OLD_W)
-            if (own <= 0) & (step + 1 == passed):
-                keep_inputs(bank, export, x3, x2, x1, c, c, bank_stride, C, W, OLD_C, OLD_W)
-    reached = (passed >= 1) & (passed <= replayed + 1)
-    told(report, row, 2 * num_rows, to, replayed + 1, seat >= 0, first)
-    told(report, num_rows + row, 2 * num_rows, export, passed, (seat >= 0) & reached, first)

@@ -28,12 +28,8 @@ def main(shapes: list[str]) -> None:
         compiled = Compiled()
         compiled.install()
         for case in (
-            cases.mix_decode(*where, [1]),
+            cases.mix_decode(*where, [1], []),
             cases.mix_verify(*where, 1, MOST, 2),
-            cases.prefill(*where, [1], [], op="delta_decode"),
-            cases.verify(*where, 1, MOST, 2),
-            cases.conv(*where, [1], [], op="conv_decode"),
-            cases.conv_verify(*where, 1, MOST, 2),
         ):
             case.call(BACKEND.ops[case.op])
         JITFunction.run = compiled.launch

@@ -10,8 +10,8 @@ import torch
 from millpond.ops.batch import WriteLog
 from millpond.ops.reference.delta import delta_prefill
 from tests.ops.batches import make_rows
+from tests.ops.triton.delta_rows import DTYPES, KINDS, Layer, compare_banks
 from tests.ops.triton.side_by_side import NAN, bank_copy, equal_bytes, run
-from tests.ops.triton.test_tokens import DTYPES, KINDS, Layer, compare_banks
 from tests.ops.triton.tolerances import within
 
 chunks = pytest.importorskip("millpond.ops.triton.chunks")

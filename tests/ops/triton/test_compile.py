@@ -22,5 +22,5 @@ def test_every_op_compiles_once_whatever_the_live_batch_is(tmp_path: Path) -> No
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    for kernel in ("chunk_prepare", "chunk_recur", "tokens._verify", "conv._outputs"):
+    for kernel in ("chunk_prepare", "chunk_recur", "steps._fold_verify", "conv._outputs"):
         assert kernel in done.stdout

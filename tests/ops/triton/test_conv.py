@@ -1,4 +1,4 @@
-"""The convolution's kernels against the reference: outputs, windows, rings and reports."""
+"""The convolution of prompt rows against the reference: outputs, windows and reports."""
 
 from __future__ import annotations
 
@@ -8,11 +8,9 @@ import pytest
 import torch
 
 from millpond.ops.batch import WriteLog
-from millpond.ops.reference import conv as reference
-from millpond.ops.reference.verify import conv_verify
+from millpond.ops.reference.conv import conv_prefill
 from tests.ops.batches import make_rows, strided_bank
 from tests.ops.triton.side_by_side import NAN, bank_copy, equal_bytes, run
-from tests.ops.triton.test_tokens import verify_case
 from tests.ops.triton.tolerances import within
 
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -32,9 +30,8 @@ def inputs(
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("op", ["conv_prefill", "conv_decode"])
 def test_rows_of_any_length_give_the_outputs_windows_and_report_of_the_reference(
-    op: str, dtype: torch.dtype, device: torch.device
+    dtype: torch.dtype, device: torch.device
 ) -> None:
     lengths = [130, 1, 0, 2, 3, 0, 64, 33]
     sources = [3, 3, 3, -1, 5, -1, 6, 2]
@@ -42,89 +39,36 @@ def test_rows_of_any_length_give_the_outputs_windows_and_report_of_the_reference
     exports = [
         (0, 64, 10), (0, 128, 11), (0, 1, 12), (3, 1, 14), (4, 2, -1), (6, 64, 4), (4, 3, 15),
     ]  # fmt: skip
-    if op == "conv_decode":
-        lengths = [3, 1, 0, 2, 1, 0, 1, 5]
-        exports = [(0, 1, 10), (0, 3, 11), (0, 2, 12), (3, 2, 14), (4, 1, -1), (6, 1, 4)]
     x, weight = inputs(sum(lengths), dtype)
     bank = strided_bank(16, (CHANNELS, WIDTH - 1), dtype)
     bank[[7, 8, 9, 10, 11, 12, 13, 14, 15, 1, 4]] = NAN
     expected_bank, found_bank = bank_copy(bank), bank_copy(bank)
     rows = make_rows(lengths, sources, targets, exports)
     other = replace(rows, written=WriteLog())
-    expected = getattr(reference, op)(x, weight, bank=expected_bank, rows=rows)
-    found = run(op, device, x, weight, bank=found_bank, rows=other)
+    expected = conv_prefill(x, weight, bank=expected_bank, rows=rows)
+    found = run("conv_prefill", device, x, weight, bank=found_bank, rows=other)
     torch.testing.assert_close(found, expected, **within("conv", dtype))
     assert equal_bytes(found_bank, expected_bank)
     assert other.written.agreed() == rows.written.agreed()
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("most", [0, 1, 3])
-def test_verify_rows_fold_what_is_pending_and_leave_their_drafts(
-    most: int, dtype: torch.dtype, device: torch.device
-) -> None:
-    rows = verify_case(most)
-    x, weight = inputs(rows.num_tokens, dtype)
-    x[~rows.filled.flatten()] = NAN
-    bank = strided_bank(25, (CHANNELS, WIDTH - 1), dtype)
-    bank[10:] = NAN
-    ring = strided_bank(most + 3, (2, most, CHANNELS), dtype)
-    held = torch.arange(most) < rows.pending[:-2, None]
-    ring[: most + 1][torch.arange(most + 1), rows.parity[:-2]] = torch.where(
-        held[..., None], ring[: most + 1][torch.arange(most + 1), rows.parity[:-2]], NAN
-    )
-    banks, rings = [bank_copy(bank) for _ in "ab"], [bank_copy(ring) for _ in "ab"]
-    other = replace(rows, written=WriteLog())
-    old, new = conv_verify(x, weight, bank=banks[0], ring=rings[0], rows=rows)
-    old_found, new_found = run(
-        "conv_verify", device, x, weight, bank=banks[1], ring=rings[1], rows=other
-    )
-    live = held.new_zeros(rows.num_rows, most)
-    live[:-2] = held
-    torch.testing.assert_close(old_found[live], old[live], **within("conv", dtype))
-    filled = rows.filled.flatten()
-    torch.testing.assert_close(new_found[filled], new[filled], **within("conv", dtype))
-    assert equal_bytes(banks[1], banks[0])
-    assert other.written.agreed() == rows.written.agreed()
-    for row in range(most + 1):
-        count, bank_of_ring = int(rows.num_drafts[row]), 1 - int(rows.parity[row])
-        left = (r[int(rows.seats[row]), bank_of_ring, :count] for r in rings)
-        assert equal_bytes(*left)
-    assert equal_bytes(rings[1][most + 1 :], ring[most + 1 :])
-
-
 @pytest.mark.parametrize("width", [2, 3])
 def test_a_narrower_convolution_is_one_with_taps_of_zero(width: int, device: torch.device) -> None:
-    for op in ("conv_prefill", "conv_decode"):
-        x, weight = inputs(8, torch.float32, width)
-        bank = strided_bank(8, (CHANNELS, width - 1))
-        bank[[5, 6]] = NAN
-        banks = [bank_copy(bank) for _ in "ab"]
-        rows = make_rows([1, 2, 5], [3, -1, 4], [3, 5, -1], [(0, 1, 6), (2, 4, 7)])
-        other = replace(rows, written=WriteLog())
-        expected = getattr(reference, op)(x, weight, bank=banks[0], rows=rows)
-        found = run(op, device, x, weight, bank=banks[1], rows=other)
-        torch.testing.assert_close(found, expected, **within("conv", torch.float32))
-        assert equal_bytes(banks[1], banks[0])
-        assert other.written.agreed() == rows.written.agreed()
-    rows = verify_case(1)
-    x, weight = inputs(rows.num_tokens, torch.float32, width)
-    made = []
-    for op in (conv_verify, None):
-        bank = strided_bank(25, (CHANNELS, width - 1))
-        ring = strided_bank(4, (2, 1, CHANNELS))
-        named = dict(bank=bank, ring=ring, rows=replace(rows, written=WriteLog()))
-        if op is None:
-            _, y = run("conv_verify", device, x, weight, **named)
-        else:
-            _, y = op(x, weight, **named)
-        made.append((y[rows.filled.flatten()], bank))
-    torch.testing.assert_close(made[1][0], made[0][0], **within("conv", torch.float32))
-    assert equal_bytes(made[1][1], made[0][1])
+    x, weight = inputs(8, torch.float32, width)
+    bank = strided_bank(8, (CHANNELS, width - 1))
+    bank[[5, 6]] = NAN
+    banks = [bank_copy(bank) for _ in "ab"]
+    rows = make_rows([1, 2, 5], [3, -1, 4], [3, 5, -1], [(0, 1, 6), (2, 4, 7)])
+    other = replace(rows, written=WriteLog())
+    expected = conv_prefill(x, weight, bank=banks[0], rows=rows)
+    found = run("conv_prefill", device, x, weight, bank=banks[1], rows=other)
+    torch.testing.assert_close(found, expected, **within("conv", torch.float32))
+    assert equal_bytes(banks[1], banks[0])
+    assert other.written.agreed() == rows.written.agreed()
 
 
 def test_a_wider_convolution_than_there_are_kernels_for_is_refused(device: torch.device) -> None:
     x, weight = inputs(1, torch.float32, 5)
     with pytest.raises(ValueError, match="over 5 tokens: the kernels go up to 4"):
-        run("conv_decode", device, x, weight, bank=strided_bank(1, (CHANNELS, 4)),
+        run("conv_prefill", device, x, weight, bank=strided_bank(1, (CHANNELS, 4)),
             rows=make_rows([1]))  # fmt: skip

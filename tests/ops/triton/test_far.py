@@ -6,21 +6,19 @@ import pytest
 import torch
 
 from millpond.ops.batch import RowSlots, VerifyRows
-from millpond.ops.reference import conv, delta, verify
+from millpond.ops.reference import conv, delta, steps
 from tests.ops.batches import ints, make_rows
+from tests.ops.triton.delta_rows import Mixer
 from tests.ops.triton.layers import far
 from tests.ops.triton.side_by_side import equal_bytes
-from tests.ops.triton.test_tokens import Layer
 from tests.ops.triton.tolerances import within
 
 SLOTS, SEATS, MOST = 3, 2, 1
 REFERENCE = {
     "conv_prefill": conv.conv_prefill,
-    "conv_decode": conv.conv_decode,
-    "conv_verify": verify.conv_verify,
     "delta_prefill": delta.delta_prefill,
-    "delta_decode": delta.delta_decode,
-    "delta_verify": verify.delta_verify,
+    "mix_decode": steps.mix_decode,
+    "mix_verify": steps.mix_verify,
 }
 
 
@@ -50,17 +48,10 @@ def test_far_slots_seats_and_tokens_are_reached(
 ) -> None:
     from millpond.ops.triton.backend import BACKEND
 
-    layer = Layer("kda", 2, torch.float32, key_heads=1)
-    weight = layer.random(layer.channels, 4)
-    mixed = layer.random(2, layer.channels)
-    window = layer.random(SLOTS, layer.channels, 3)
+    layer = Mixer("kda", 2, torch.float32, key_heads=1)
+    window = layer.random(SLOTS, 3, layer.channels)
     state = layer.random(SLOTS, layer.heads, layer.v_dim, layer.k_dim)
-    rings = {
-        "ring": layer.random(SEATS, 2, MOST, layer.channels),
-        "ring_decay": layer.random(SEATS, 2, MOST, *layer.decay_shape),
-        "ring_beta": layer.random(SEATS, 2, MOST, layer.heads),
-    }
-    pending = layer.split(layer.random(1, MOST, layer.channels))
+    rings = {n: x.contiguous() for n, x in layer.rings(SEATS, MOST).items()}
     results = []
     for really in (False, True):
         place = device if really else torch.device("cpu")
@@ -70,32 +61,35 @@ def test_far_slots_seats_and_tokens_are_reached(
             moved = {f: getattr(rows, f) for f in rows.__dataclass_fields__ if f != "written"}
             moved = {f: x.to(place) if isinstance(x, torch.Tensor) else x for f, x in moved.items()}
             rows = type(rows)(**moved)
-        x = apart(mixed, place, really=really)
-        bank = apart(window if "conv" in name else state, place, really=really)
-        wanted = ("ring",) if "conv" in name else ("ring_decay", "ring_beta")
-        held = {
-            ring: apart(rings[ring], place, really=really)
-            for ring in wanted
-            if name.endswith("verify")
-        }
-        if "conv" in name:
-            out = op(x, weight.to(place), bank=bank, **held, rows=rows)
-        else:
-            gate = delta.Gate(layer.gate.a_log.to(place), layer.gate.dt_bias.to(place), -5.0)
-            more = {"pending": tuple(p.to(place) for p in pending)} if held else {}
-            decay = apart(layer.decay, place, really=really)
-            beta = apart(layer.beta, place, really=really)
-            out = op(*layer.split(x), decay, beta, gate=gate, bank=bank, **held, **more, rows=rows)
-        out = out if isinstance(out, tuple) else (out,)
-        results.append((out, bank, held, rows.written.agreed()))
-        assert not really or bank.stride(0) * (SLOTS - 1) >= 2**31
-    (out, bank, held, report), (out_found, bank_found, held_found, report_found) = results
-    for a, b in zip(out_found, out, strict=True):
-        torch.testing.assert_close(a.cpu(), b, **within("chunks", torch.float32))
-    for slot in range(SLOTS):
-        torch.testing.assert_close(
-            bank_found[slot].cpu(), bank[slot], **within("chunks", torch.float32)
+        x, decay, beta = (
+            apart(t.contiguous(), place, really=really) for t in (layer.x, layer.decay, layer.beta)
         )
+        gate = delta.Gate(layer.gate.a_log.to(place), layer.gate.dt_bias.to(place), -5.0)
+        weight = layer.weight.to(place)
+        windows = apart(window, place, really=really).mT
+        states = apart(state, place, really=really)
+        held = {}
+        if name.endswith("verify"):
+            held = {n: apart(ring, place, really=really) for n, ring in rings.items()}
+        banks = (windows, states)
+        if name == "conv_prefill":
+            banks = (windows,)
+            out = op(x, weight, bank=windows, rows=rows)
+        elif name == "delta_prefill":
+            banks = (states,)
+            out = op(*layer.split(x), decay, beta, gate=gate, bank=states, rows=rows)
+        else:
+            out = op(
+                x, weight, decay, beta, gate=gate, window=windows, bank=states, **held, rows=rows
+            )
+        results.append((out, banks, held, rows.written.agreed()))
+        assert not really or all(b.stride(0) * (SLOTS - 1) >= 2**31 for b in banks)
+    (out, banks, held, report), (out_found, banks_found, held_found, report_found) = results
+    near = within("chunks", torch.float32)
+    torch.testing.assert_close(out_found.cpu(), out, **near)
+    for found, expected in zip(banks_found, banks, strict=True):
+        for slot in range(SLOTS):
+            torch.testing.assert_close(found[slot].cpu(), expected[slot], **near)
     for ring, values in held.items():
         assert all(equal_bytes(held_found[ring][s].cpu(), values[s]) for s in range(SEATS))
     assert report_found == report

@@ -12,11 +12,11 @@ from dataclasses import fields, replace
 import torch
 
 from millpond.ops.batch import VerifyRows, WriteLog
-from millpond.ops.reference.verify import delta_verify
+from millpond.ops.reference.steps import mix_verify
 from millpond.ops.triton.backend import BACKEND
 from tests.ops.batches import ints
+from tests.ops.triton.delta_rows import Mixer
 from tests.ops.triton.side_by_side import equal_bytes, moved
-from tests.ops.triton.test_tokens import Layer
 from tests.ops.triton.tolerances import within
 
 MOST, ROWS, SLOTS = 2, 3, 6
@@ -53,42 +53,35 @@ def replayable(call: Callable[[], torch.Tensor], device: torch.device) -> Callab
 
 
 def test_a_replayed_step_follows_the_numbers_at_its_addresses(device: torch.device) -> None:
-    layer = Layer("kda", ROWS * (MOST + 1), torch.float32)
-    banks = [layer.bank(SLOTS), layer.bank(SLOTS)]
-    rings = [layer.random(ROWS, 2, MOST, *shape) for shape in (layer.decay_shape, (layer.heads,))]
-    old = layer.split(layer.random(ROWS, MOST, layer.channels))
+    layer = Mixer("kda", ROWS * (MOST + 1), torch.float32)
+    kept = {"window": layer.window(SLOTS), "bank": layer.bank(SLOTS), **layer.rings(ROWS, MOST)}
     rows = step(0)
-    there = {
-        "pending": moved(tuple(x.contiguous() for x in old), device),
-        "gate": moved(layer.gate, device),
-        "bank": banks[1].to(device),
-        "ring_decay": rings[0].to(device, copy=True),
-        "ring_beta": rings[1].to(device, copy=True),
-        "rows": moved(rows, device),
-    }
-    args = [x.contiguous().to(device) for x in layer.inputs]
-    call = replayable(lambda: BACKEND.ops["delta_verify"](*args, **there), device)
-    there["bank"].copy_(banks[0])  # compiling has run it once
-    there["ring_decay"].copy_(rings[0])
-    there["ring_beta"].copy_(rings[1])
+    there = {name: x.to(device, copy=True) for name, x in kept.items()}
+    numbers, gate = moved(rows, device), moved(layer.gate, device)
+    args = [x.to(device) for x in layer.args]
+    call = replayable(
+        lambda: BACKEND.ops["mix_verify"](*args, gate=gate, rows=numbers, **there), device
+    )
+    for name, x in kept.items():  # compiling has run it once
+        there[name].copy_(x)
     for number in range(4):
         rows = step(number)
         for field in fields(rows):
             if isinstance(value := getattr(rows, field.name), torch.Tensor):
-                getattr(there["rows"], field.name).copy_(value)
+                getattr(numbers, field.name).copy_(value)
         found = call()
-        expected = delta_verify(
-            *layer.inputs, pending=old, gate=layer.gate, bank=banks[0], ring_decay=rings[0],
-            ring_beta=rings[1], rows=replace(rows, written=WriteLog()),
-        )  # fmt: skip
-        torch.testing.assert_close(found.cpu(), expected, **within("tokens", torch.float32))
-        torch.testing.assert_close(there["bank"].cpu(), banks[0], **within("tokens", "state"))
-        for name, ring in zip(("ring_decay", "ring_beta"), rings, strict=True):
+        expected = mix_verify(
+            *layer.args, gate=layer.gate, rows=replace(rows, written=WriteLog()), **kept
+        )
+        torch.testing.assert_close(found.cpu(), expected, **within("steps", torch.float32))
+        torch.testing.assert_close(there["bank"].cpu(), kept["bank"], **within("steps", "state"))
+        assert equal_bytes(there["window"].cpu(), kept["window"])
+        for name in ("ring", "ring_decay", "ring_beta"):
             for row in torch.nonzero(rows.seats >= 0).flatten().tolist():
                 at = (
                     int(rows.seats[row]),
                     1 - int(rows.parity[row]),
                     slice(int(rows.num_drafts[row])),
                 )
-                assert equal_bytes(there[name][at].cpu(), ring[at])
-            there[name].copy_(ring)  # entries after those are anything, and may be read next
+                assert equal_bytes(there[name][at].cpu(), kept[name][at])
+            there[name].copy_(kept[name])  # entries after those are anything, and may be read next

@@ -10,8 +10,8 @@ import torch
 from millpond.ops.batch import WriteLog
 from millpond.ops.reference import slots, verify
 from tests.ops.batches import make_rows, strided_bank
+from tests.ops.triton.delta_rows import DTYPES, verify_case
 from tests.ops.triton.side_by_side import NAN, bank_copy, equal_bytes, run
-from tests.ops.triton.test_tokens import DTYPES, verify_case
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 HIDDEN = 1030  # two programs a vector, the second with a tail

@@ -13,23 +13,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from millpond.ops.batch import RowSlots, VerifyRows, WriteLog
-from millpond.ops.reference import conv, delta, verify
+from millpond.ops.reference import conv, delta, steps
 from tests.ops.batches import ints, make_rows, strided_bank
+from tests.ops.triton.delta_rows import DTYPES, KINDS, Mixer, compare_banks
 from tests.ops.triton.layers import poisoned
 from tests.ops.triton.side_by_side import NAN, bank_copy, equal_bytes, run
-from tests.ops.triton.test_tokens import DTYPES, KINDS, Layer, compare_banks
 from tests.ops.triton.tolerances import within
 
 pytestmark = pytest.mark.usefixtures(poisoned.__name__)
 
 EXAMPLES = {"cpu": 2, "cuda": 25}
-LIVE, SLOTS, CHANNELS, WIDTH, DRAFTS = 6, 30, 70, 4, 3
+LIVE, SLOTS, DRAFTS = 6, 30, 3
 """Slots 0 to LIVE - 1 hold states; what is written goes there in place, or behind them."""
 
-FORMS = {
-    "prefill": ((0, 1, 2, 63, 64, 65, 100, 128, 192), "chunks", delta.delta_prefill),
-    "decode": ((0, 1, 1, 1, 2, 3, 5), "tokens", delta.delta_decode),
-}
+PROMPTS = (0, 1, 2, 63, 64, 65, 100, 128, 192)
+SINGLES = (0, 1, 1, 1, 2, 3, 5)
+"""Tokens of a row in chunk form and token by token."""
 
 
 def some_slots(draw: st.DrawFn, count: int) -> tuple[list[int], list[int], list[int]]:
@@ -49,12 +48,12 @@ def some_slots(draw: st.DrawFn, count: int) -> tuple[list[int], list[int], list[
 
 
 @st.composite
-def some_rows(draw: st.DrawFn, form: str) -> RowSlots:
-    lengths = draw(st.lists(st.sampled_from(FORMS[form][0]), min_size=1, max_size=6))
+def some_rows(draw: st.DrawFn, tokens: tuple[int, ...], step: int) -> RowSlots:
+    """Exports at multiples of `step` and at rows' ends."""
+    lengths = draw(st.lists(st.sampled_from(tokens), min_size=1, max_size=6))
     state_in, state_out, free = some_slots(draw, len(lengths))
     exports = []
     for row, length in enumerate(lengths):
-        step = 64 if form == "prefill" else 1
         for end in {*range(step, length + 1, step), length} - {0}:
             if draw(st.integers(0, 2)) == 0:
                 exports.append((row, end, free.pop() if draw(st.integers(0, 4)) else -1))
@@ -110,112 +109,126 @@ def repeated(device: torch.device, strategy: st.SearchStrategy, check: Callable[
     some()
 
 
+def both(op, device, args, kept, rows, named):  # type: ignore[no-untyped-def]
+    """Output, what is kept, and report: of the reference, and of the kernel."""
+    name, reference = op
+    made = []
+    for how in (reference, None):
+        own = {n: bank_copy(x.mT).mT if n == "window" else bank_copy(x) for n, x in kept.items()}
+        log = replace(rows, written=WriteLog())
+        if how is None:
+            out = run(name, device, *args, **own, **named, rows=log)
+        else:
+            out = how(*args, **own, **named, rows=log)
+        made.append((out, own, log.written.agreed()))
+    return made
+
+
+def longest(rows: RowSlots) -> tuple[slice, RowSlots, int]:
+    """The tokens of the longest row, that row by itself, and where it writes among the others."""
+    row = max(range(rows.num_rows), key=lambda r: rows.lengths[r])
+    at = slice(*rows.cu_seqlens[row : row + 2].tolist())
+    alone = make_rows(rows.lengths[row : row + 1], [int(rows.state_in[row])], [SLOTS - 1])
+    return at, alone, int(rows.state_out[row])
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("form", FORMS)
-def test_any_rows_of_known_tokens(
-    form: str, kind: str, dtype: torch.dtype, device: torch.device
-) -> None:
+def test_any_rows_of_prompts(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    convolve, fold = ("conv_prefill", conv.conv_prefill), ("delta_prefill", delta.delta_prefill)
+
     def check(rows: RowSlots) -> None:
-        layer = Layer(kind, rows.num_tokens, dtype, key_heads=1)
-        x = layer.random(rows.num_tokens, CHANNELS).to(dtype)
-        weight = layer.random(CHANNELS, WIDTH)
-        bank = poisoned_bank(layer.bank(SLOTS), rows.state_in)
-        windows = poisoned_bank(strided_bank(SLOTS, (CHANNELS, WIDTH - 1), dtype), rows.state_in)
+        layer = Mixer(kind, rows.num_tokens, dtype, key_heads=1)
+        bank = {"bank": poisoned_bank(layer.bank(SLOTS), rows.state_in)}
+        gate = {"gate": layer.gate}
+        reference, found = both(fold, device, layer.inputs, bank, rows, gate)
+        torch.testing.assert_close(found[0], reference[0], **within("chunks", dtype))
+        line = "chunks of bf16" if dtype == torch.bfloat16 else "chunks"
+        compare_banks(found[1]["bank"], reference[1]["bank"], bank["bank"], line)
+        assert found[2] == reference[2]
 
-        _, line, reference = FORMS[form]
-        named = dict(gate=layer.gate)
-        expected, states, report = of_reference(reference, layer.inputs, bank, rows, named)
-        found, states_found, report_found = of_kernel(
-            f"delta_{form}", device, layer.inputs, bank, rows, named
-        )
-        torch.testing.assert_close(found, expected, **within(line, dtype))
-        rounds = line == "chunks" and dtype == torch.bfloat16
-        compare_banks(states_found, states, bank, "chunks of bf16" if rounds else line)
-        assert report_found == report
+        before = strided_bank(SLOTS, (layer.channels, layer.weight.shape[1] - 1), dtype)
+        window = {"bank": poisoned_bank(before, rows.state_in)}
+        taps = layer.weight.contiguous()
+        expected, convolved = both(convolve, device, (layer.x, taps), window, rows, {})
+        torch.testing.assert_close(convolved[0], expected[0], **within("conv", dtype))
+        assert equal_bytes(convolved[1]["bank"], expected[1]["bank"])
+        assert convolved[2] == expected[2]
 
-        inputs = (x, weight)
-        convolved, left, report = of_reference(
-            getattr(conv, f"conv_{form}"), inputs, windows, rows, {}
-        )
-        convolved_found, left_found, report_found = of_kernel(
-            f"conv_{form}", device, inputs, windows, rows, {}
-        )
-        torch.testing.assert_close(convolved_found, convolved, **within("conv", dtype))
-        assert equal_bytes(left_found, left)
-        assert report_found == report
-
-        row = max(range(rows.num_rows), key=lambda r: rows.lengths[r])
-        at = slice(*rows.cu_seqlens[row : row + 2].tolist())
-        alone = make_rows(rows.lengths[row : row + 1], [int(rows.state_in[row])], [SLOTS - 1])
+        at, alone, slot = longest(rows)
         parts = tuple(part[at] for part in layer.inputs)
-        by_itself, state, _ = of_kernel(f"delta_{form}", device, parts, bank, alone, named)
-        assert equal_bytes(by_itself, found[at])
-        if (slot := int(rows.state_out[row])) >= 0:
-            assert equal_bytes(state[SLOTS - 1], states_found[slot])
-        by_itself, _, _ = of_kernel(f"conv_{form}", device, (x[at], weight), windows, alone, {})
-        assert equal_bytes(by_itself, convolved_found[at])
+        _, by_itself = both(fold, device, parts, bank, alone, gate)
+        assert equal_bytes(by_itself[0], found[0][at])
+        if slot >= 0:
+            assert equal_bytes(by_itself[1]["bank"][SLOTS - 1], found[1]["bank"][slot])
+        _, by_itself = both(convolve, device, (layer.x[at], taps), window, alone, {})
+        assert equal_bytes(by_itself[0], convolved[0][at])
 
-    repeated(device, some_rows(form), check)
-
-
-def of_reference(op, inputs, bank, rows, named):  # type: ignore[no-untyped-def]
-    """Output, bank and report of the reference."""
-    bank, rows = bank_copy(bank), replace(rows, written=WriteLog())
-    out = op(*inputs, bank=bank, rows=rows, **named)
-    return out, bank, rows.written.agreed()
+    repeated(device, some_rows(PROMPTS, 64), check)
 
 
-def of_kernel(name, device, inputs, bank, rows, named):  # type: ignore[no-untyped-def]
-    """The same of the kernel."""
-    bank, rows = bank_copy(bank), replace(rows, written=WriteLog())
-    out = run(name, device, *inputs, bank=bank, rows=rows, **named)
-    return out, bank, rows.written.agreed()
+@pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_rows_of_single_tokens(kind: str, dtype: torch.dtype, device: torch.device) -> None:
+    op = ("mix_decode", steps.mix_decode)
+
+    def check(rows: RowSlots) -> None:
+        layer = Mixer(kind, rows.num_tokens, dtype, key_heads=1)
+        kept = {
+            "window": poisoned_bank(layer.window(SLOTS), rows.state_in),
+            "bank": poisoned_bank(layer.bank(SLOTS), rows.state_in),
+        }
+        gate = {"gate": layer.gate}
+        expected, found = both(op, device, layer.args, kept, rows, gate)
+        torch.testing.assert_close(found[0], expected[0], **within("steps", dtype))
+        compare_banks(found[1]["bank"], expected[1]["bank"], kept["bank"], line_of(dtype))
+        assert equal_bytes(found[1]["window"], expected[1]["window"])
+        assert found[2] == expected[2]
+
+        at, alone, slot = longest(rows)
+        x, weight, decay, beta = layer.args
+        _, by_itself = both(op, device, (x[at], weight, decay[at], beta[at]), kept, alone, gate)
+        assert equal_bytes(by_itself[0], found[0][at])
+        if slot >= 0:
+            for name in kept:
+                assert equal_bytes(by_itself[1][name][SLOTS - 1], found[1][name][slot])
+
+    repeated(device, some_rows(SINGLES, 1), check)
+
+
+def line_of(dtype: torch.dtype) -> str:
+    return "steps of bf16" if dtype == torch.bfloat16 else "steps"
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_any_verify_rows(kind: str, dtype: torch.dtype, device: torch.device) -> None:
     def check(rows: VerifyRows) -> None:
-        layer = Layer(kind, rows.num_tokens, dtype)
+        layer = Mixer(kind, rows.num_tokens, dtype)
         filled = rows.filled.flatten()
-        for part in layer.inputs:
+        for part in (layer.x, layer.decay, layer.beta):
             part[~filled] = NAN
-        bank = poisoned_bank(layer.bank(SLOTS), rows.state_in)
         held = torch.arange(DRAFTS) < torch.where(rows.seats >= 0, rows.pending, 0)[:, None]
-        old = layer.random(rows.num_rows, DRAFTS, layer.channels).to(dtype)
-        old[~held] = NAN
         rings = {
             name: ring_of(rows, held, shape, dtype)
-            for name, shape in (("ring_decay", layer.decay_shape), ("ring_beta", (layer.heads,)))
+            for name, shape in (
+                ("ring", (layer.channels,)),
+                ("ring_decay", layer.decay_shape),
+                ("ring_beta", (layer.heads,)),
+            )
         }
-        named = dict(gate=layer.gate, pending=layer.split(old))
-        made = []
-        for op in (of_reference, of_kernel):
-            own = {name: bank_copy(ring) for name, ring in rings.items()}
-            how = (verify.delta_verify,) if op is of_reference else ("delta_verify", device)
-            made.append((*op(*how, layer.inputs, bank, rows, named | own), own))
-        (expected, states, report, left), (found, states_found, report_found, left_found) = made
-        torch.testing.assert_close(found[filled], expected[filled], **within("tokens", dtype))
-        compare_banks(states_found, states, bank, "tokens")
-        assert report_found == report
-        same_rings(rows, left_found, left, rings)
-
-        x, weight = layer.random(rows.num_tokens, CHANNELS).to(dtype), layer.random(CHANNELS, WIDTH)
-        x[~filled] = NAN
-        windows = poisoned_bank(strided_bank(SLOTS, (CHANNELS, WIDTH - 1), dtype), rows.state_in)
-        ring = {"ring": ring_of(rows, held, (CHANNELS,), dtype)}
-        made = []
-        for op in (of_reference, of_kernel):
-            own = {"ring": bank_copy(ring["ring"])}
-            how = (verify.conv_verify,) if op is of_reference else ("conv_verify", device)
-            made.append((*op(*how, (x, weight), windows, rows, own), own))
-        (expected, states, report, left), (found, states_found, report_found, left_found) = made
-        for mine, theirs, at in zip(found, expected, (held, filled), strict=True):
-            torch.testing.assert_close(mine[at], theirs[at], **within("conv", dtype))
-        assert equal_bytes(states_found, states)
-        assert report_found == report
-        same_rings(rows, left_found, left, ring)
+        kept = {
+            "window": poisoned_bank(layer.window(SLOTS), rows.state_in),
+            "bank": poisoned_bank(layer.bank(SLOTS), rows.state_in),
+            **rings,
+        }
+        op = ("mix_verify", steps.mix_verify)
+        expected, found = both(op, device, layer.args, kept, rows, {"gate": layer.gate})
+        torch.testing.assert_close(found[0], expected[0], **within("steps", dtype))
+        compare_banks(found[1]["bank"], expected[1]["bank"], kept["bank"], line_of(dtype))
+        assert equal_bytes(found[1]["window"], expected[1]["window"])
+        assert found[2] == expected[2]
+        same_rings(rows, {n: found[1][n] for n in rings}, expected[1], rings)
 
     repeated(device, some_verify_rows(), check)
 
