@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from bench import peers
-from bench.engine.ceilings import least_seconds
+from bench.engine.ceilings import COSTS, least_seconds
 
 Record = dict[str, Any]
 Key = tuple[str, str]
@@ -188,7 +188,8 @@ def _cells(row: Row, results: Results) -> list[str]:
 
 def _of_ceiling(row: Row) -> str:
     """The least time of the work, by bytes and products alone, as a share of what it took."""
-    least = least_seconds(*row.key, row.asked) if row.has_peers else None
+    costs = COSTS.get(row.tower["model"]) if peers.GPU in row.tower["machine"] else None
+    least = None if costs is None else least_seconds(*row.key, row.asked, costs)
     took = row.best["ttft_mean_s" if row.key[0] == "E" else "wall_s"]
     return "-" if least is None or not took else f"{least / took:.0%} ({_show(least)} s)"
 

@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 
 from bench import report
-from bench.engine.ceilings import least_seconds, prompt_seconds, step_seconds
+from bench.engine.ceilings import (
+    G8,
+    least_seconds,
+    prompt_seconds,
+    step_seconds,
+    tokens_a_step,
+)
 from bench.engine.drive import Run, Watched
 from bench.engine.tower import build
 from bench.engine.traffic import Draw, at_once
@@ -136,7 +142,24 @@ def test_the_least_time_of_a_workload_follows_from_bytes_and_products(measures: 
     assert off == least_seconds("C", "on, no hits", sizes | dict(shared=0))
     assert warm < on < 0.6 * off
     assert least_seconds("D", "on", TALK) < 0.5 * least_seconds("D", "off", TALK)
-    assert least_seconds("G", "burst, on", {}) is None
+    assert least_seconds("H", "", sizes) is None
+    burst = dict(requests=256, prompt=2048, shared=1024, out=64)
+    once, each = (least_seconds("G", f"burst, {name}", burst) for name in ("on", "off"))
+    assert 0.5 < once / each < 0.6
+    matrix = dict(burst, drafts=5, chance=0.8)
+    some, none = (least_seconds("I", f"long in, {name}", matrix) for name in ("on", "off"))
+    # Of a quarter nothing is known, of the others half.
+    assert none - some == pytest.approx(191 * prompt_seconds(0, 1024), rel=0.01)
+    assert tokens_a_step(3, 1.0) == 4.0
+    drafting = least_seconds("F", "B, 3 drafts, 1", dict(sizes, drafts=3, chance=1.0))
+    plain = least_seconds("F", "B, 0 drafts", dict(sizes, drafts=0, chance=None))
+    assert drafting < plain
+    # 64 tokens that choose 8 of 288 experts leave a sixth alone; nobody looks past 2,052 tokens.
+    assert G8.experts_read(1) == pytest.approx(8 * G8.expert)
+    assert G8.experts_read(64) / (288 * G8.expert) == pytest.approx(0.835, abs=0.001)
+    assert step_seconds(64, 4096, of=G8) == step_seconds(64, 8192, of=G8)
+    far = [prompt_seconds(n, n + 1, of=G8) for n in (0, 4096, 8192)]
+    assert far[0] < far[1] == pytest.approx(far[2])
     found = text_of(tower("1"), trial("1", measures, "C", "off", asked=sizes, wall_s=2 * off))
     assert "| 50% (" in row(found, "C off")
 
