@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import httpx
@@ -26,6 +28,20 @@ BUNDLED = Path(__file__).resolve().parents[2] / "millpond" / "bundled" / "millpo
 FACTS = ModelFacts(
     name="tiny", slot_bytes=1000, page_bytes=100, seat_bytes=10, weight_bytes=0, max_position=512
 )
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _patient_clients() -> Iterator[None]:
+    """Clients wait a minute for a busy machine, and read the certificates of the web only once.
+
+    Nobody here speaks TLS, yet each `httpx.get` would take 25 ms of its own to be ready for it.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ssl, "create_default_context", cache(ssl.create_default_context))
+        usual = httpx._config.DEFAULT_TIMEOUT_CONFIG
+        for wait in usual.as_dict():
+            patch.setattr(usual, wait, 60.0)
+        yield
 
 
 @pytest.fixture(scope="session")
@@ -87,7 +103,7 @@ class Running:
         self._thread.join(10)
 
 
-def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
+def wait_for(condition: Callable[[], object], seconds: float = 60.0) -> None:
     """Wait until `condition` holds; fails the test when it does not in time."""
     end = time.monotonic() + seconds
     while not condition():

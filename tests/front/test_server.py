@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import socket
 import threading
-import time
 
 import httpx
 import openai
@@ -549,10 +548,8 @@ def test_many_at_once_do_not_mix(serve):
             texts.append(chat(server).json()["choices"][0]["message"]["content"])
 
     threads = [threading.Thread(target=one) for _ in range(8)]
-    begin = time.monotonic()
     for t in threads:
         t.start()
     for t in threads:
         t.join(60)
-    assert time.monotonic() - begin < 60
     assert texts == ["answer"] * 24

