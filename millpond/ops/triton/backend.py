@@ -20,7 +20,8 @@ _OPS = {
     "steps": ("mix_decode", "mix_verify"),
     "slots": ("boundary_store", "hidden_before_verify", "boundary_verify"),
     "writes": ("write_kv", "turn_and_write"),
-    "attention": ("paged_gqa", "paged_mla"),
+    "attention": ("paged_gqa",),
+    "latent": ("paged_mla",),
     "indexer": ("pool_keys", "select"),
     "products": (
         "linear",

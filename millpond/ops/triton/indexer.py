@@ -12,7 +12,6 @@ import triton
 import triton.language as tl
 
 from millpond.ops.batch import ForwardBatch
-from millpond.ops.triton.attention import TILE
 from millpond.ops.triton.live import live
 from millpond.ops.triton.shared import (
     LAUNCH,
@@ -23,6 +22,7 @@ from millpond.ops.triton.shared import (
     slot_stride,
     token_stride,
 )
+from millpond.ops.triton.splits import PAGE
 
 SCORED = 64
 """Pools that a program scores."""
@@ -85,7 +85,7 @@ def select(
         return None
     tokens, heads, size = query.shape
     table = batch.page_table
-    most = table.shape[1] * (TILE // pool)
+    most = table.shape[1] * (PAGE // pool)
     scores = torch.empty((tokens, most), dtype=torch.float32, device=query.device)
     selected = torch.empty((tokens, most * pool), dtype=torch.uint8, device=query.device)
     if tokens:
@@ -98,7 +98,7 @@ def select(
         )  # fmt: skip
         shape = {
             "HEADS": heads, "HP": padded, "D": size, "DP": max(16, power_of_two(size)),
-            "POOL": pool, "TILE": TILE, "SCORED": SCORED,
+            "POOL": pool, "TILE": PAGE, "SCORED": SCORED,
         }  # fmt: skip
         rows, first_token = batch.prefill.num_rows, batch.num_prefill_tokens
         ranges, cu_seqlens = triton.cdiv(most, SCORED), batch.prefill.cu_seqlens

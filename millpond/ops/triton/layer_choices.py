@@ -70,6 +70,7 @@ class AttentionChoice:
     single_stages: int
     split_tiles: int = 4  # of a split; twice as many from 8 splits on
     max_splits: int = 64  # beyond, splits are longer
+    tile: int = 64  # positions folded at a time; a page's, or a part of one
 
 
 GQA = AttentionChoice(128, 8, 3, 4, 3)

@@ -30,6 +30,7 @@ LIVE = (
     "selected",
     "groups",
     "sizes",
+    "listed",
     "selected_stride",
     "first_position",
     "split_stride",

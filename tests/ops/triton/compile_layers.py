@@ -24,6 +24,7 @@ from millpond.ops.triton import (
     elementwise,
     hyper,
     indexer,
+    latent,
     layer_choices,
     moe,
     norms,
@@ -102,7 +103,7 @@ def paged(s: Sizes, batch: ForwardBatch) -> None:
     )
     q, mask = view(t, s.latent_heads, s.rank), zeros(t, 64 * batch.page_table.shape[1]).bool()
     for selected in (None, mask):
-        attention.paged_mla(q, latents, batch=batch, scale=0.1, selected=selected)
+        latent.paged_mla(q, latents, batch=batch, scale=0.1, selected=selected)
     pooled, tails = zeros(4, 16, s.index_dim), zeros(20, 8, 2, s.index_dim)
     key, bias = view(t, s.index_dim), zeros(4, s.index_dim)
     indexer.pool_keys(
@@ -166,9 +167,7 @@ def products(s: Sizes, x: torch.Tensor) -> None:
 
 
 EXPECTED = {
-    "attention._chunk": 3,  # grouped queries, latents, selected latents
-    "attention._singles": 3,
-    "attention._join": 3,
+    "splits.join": 2,  # of grouped queries with a gate, and of latents
     "writes._write_kv": 2,
     "writes._turn": 2,  # with and without queries
     "elementwise._swiglu": 2,  # with and without a limit
@@ -182,7 +181,9 @@ EXPECTED = {
     "narrow._parts": 3,  # two routers and the streams
     "norms._vectors": 6,
 }
-"""How many forms of a kernel one model's sizes make; one of all others."""
+"""How many forms of a kernel one model's sizes make; one of all others: so one of latent attention,
+whether a batch selects or not.
+"""
 
 
 def calls(s: Sizes) -> Iterator[Callable[[], None]]:

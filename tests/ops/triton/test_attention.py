@@ -17,6 +17,7 @@ from tests.ops.triton.side_by_side import equal_bytes
 from tests.ops.triton.tolerances import within
 
 kernels = pytest.importorskip("millpond.ops.triton.attention")
+latent = pytest.importorskip("millpond.ops.triton.latent")
 writes = pytest.importorskip("millpond.ops.triton.writes")
 pytestmark = pytest.mark.usefixtures(poisoned.__name__)
 
@@ -143,7 +144,7 @@ def test_mla_of_all_forms_equals_the_reference(
         selected[4] = False  # nothing at all
     named = {"scale": SCALE}
     expected = reference.paged_mla(q, pages, batch=batch, selected=selected, **named)
-    found = kernels.paged_mla(
+    found = latent.paged_mla(
         q.to(device), pages.to(device), batch=to(batch, device),
         selected=None if selected is None else selected.to(device), **named,
     )  # fmt: skip
@@ -164,7 +165,7 @@ def test_latents_far_from_what_is_selected_are_not_read(device: torch.device) ->
     expected = reference.paged_mla(q, pages, batch=batch, selected=selected, **named)
     near = selected.view(-1, 4).any(1).repeat_interleave(4)
     pages[[5, 6, 4]] = torch.where(near.view(3, 64, 1), pages[[5, 6, 4]], NAN)
-    found = kernels.paged_mla(
+    found = latent.paged_mla(
         q.to(device), pages.to(device), batch=to(batch, device), selected=selected.to(device),
         **named,
     )  # fmt: skip
@@ -246,5 +247,5 @@ def test_pages_may_begin_beyond_two_to_the_31_elements(device: torch.device) -> 
     expected = reference.paged_gqa(q, keys, keys, batch=batch, scale=SCALE)
     found = kernels.paged_gqa(q.to(device), away, away, batch=moved, scale=SCALE)
     torch.testing.assert_close(found.cpu(), expected, **within("attention", dtype))
-    found = kernels.paged_mla(q.to(device), away[:, 0], batch=moved, scale=SCALE, selected=None)
+    found = latent.paged_mla(q.to(device), away[:, 0], batch=moved, scale=SCALE, selected=None)
     torch.testing.assert_close(found.cpu(), expected, **within("attention", dtype))

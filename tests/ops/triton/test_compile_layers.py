@@ -22,5 +22,5 @@ def test_every_layer_kernel_compiles_once_whatever_the_live_batch_is(tmp_path: P
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    for kernel in ("attention._singles", "indexer._selection", "moe._up", "sampling._cuts"):
+    for kernel in ("attention._singles", "latent._singles", "indexer._selection", "moe._up", "sampling._cuts"):
         assert kernel in done.stdout

@@ -20,7 +20,7 @@ from tests.ops.triton.tolerances import within
 
 kernels = [
     pytest.importorskip(f"millpond.ops.triton.{name}")
-    for name in ("writes", "attention", "indexer", "moe")
+    for name in ("writes", "latent", "indexer", "moe")
 ]
 
 ROWS, PAGES, POOL, TOP_K, DIM, RANK, HEADS = 3, 12, 4, 16, 8, 16, 3

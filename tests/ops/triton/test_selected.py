@@ -12,7 +12,7 @@ import torch
 from tests.ops.triton.layers import DTYPES, mixed_batch, poisoned, to
 from tests.ops.triton.side_by_side import equal_bytes
 
-kernels = pytest.importorskip("millpond.ops.triton.attention")
+kernels = pytest.importorskip("millpond.ops.triton.latent")
 pytestmark = pytest.mark.usefixtures(poisoned.__name__)
 
 VERIFY = [(5, 2), (64, 1)]

@@ -1,0 +1,295 @@
+"""Latent attention over paged latents, which are keys and values in one, for whole pasts and parts.
+
+Contract: `millpond.ops.reference.attention`. Every token stands alone with its heads, and folds
+tiles of 64 positions in rising order. Where these lie comes out of the page table for a token that
+attends to all of its past, and else out of a list of what it selected: groups of 4 positions, each
+with the place of its latents and which of the four they are. That is a matter of addresses only:
+one compiled kernel serves both, so a token that selects all of its past has the bytes of one that
+does not select, whoever is beside it. Nothing but 32-bit numbers stands before an address: narrower
+ones would change how Triton deals out what a matrix product sums.
+"""
+
+from __future__ import annotations
+
+from math import e, log2
+
+import torch
+import triton
+import triton.language as tl
+
+from millpond.ops.batch import ForwardBatch
+from millpond.ops.triton.layer_choices import MLA, attention_choice
+from millpond.ops.triton.live import live
+from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap
+from millpond.ops.triton.shared import (
+    UNFUSED,
+    power_of_two,
+    product,
+    rounded,
+    slot_stride,
+    token_stride,
+)
+from millpond.ops.triton.splits import (
+    GROUPED,
+    JOINED,
+    PAGE,
+    is_filled,
+    join,
+    size_of,
+    span_of,
+    tiles_of,
+    verify_places,
+)
+
+LISTED = 1024
+"""Groups that a listing program looks at together."""
+
+MOST_PAGES = 2**31 // (PAGE // GROUPED << GROUPED)
+"""Pages of which a group's number and four bits fit 31 bits."""
+
+
+def paged_mla(
+    q_latent: torch.Tensor,
+    latent_pages: torch.Tensor,
+    *,
+    batch: ForwardBatch,
+    scale: float,
+    selected: torch.Tensor | None,
+) -> torch.Tensor:
+    """As the reference. Latents that a token does not select are not read for it."""
+    if latent_pages.shape[0] > MOST_PAGES:
+        raise ValueError(f"{latent_pages.shape[0]} pages: lists reach {MOST_PAGES}")
+    choice = attention_choice(MLA, q_latent.device)
+    tokens, heads, dim = q_latent.shape
+    out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
+    table = batch.page_table
+    groups = sizes = table.view(torch.int32)
+    if selected is not None:
+        groups, sizes = _listed(selected.view(torch.uint8), batch)
+    pages = (
+        latent_pages, groups, sizes, int(selected is not None), table, batch.positions,
+        batch.token_row, slot_stride(latent_pages), table.stride(0), table.shape[1],
+        scale * log2(e), token_stride(q_latent),
+    )  # fmt: skip
+    block = max(16, min(power_of_two(heads), choice.lines))
+    shape = {
+        "HEADS": heads, "D": dim, "DP": max(16, power_of_two(dim)), "TILE": choice.tile,
+        "PAGE": PAGE, "SIZE": GROUPED, "HEADS_IN_BLOCK": block,
+    }  # fmt: skip
+    blocks, first_token = triton.cdiv(heads, block), batch.num_prefill_tokens
+    if first_token:
+        _prompts[(first_token, blocks)](
+            q_latent, out, *pages, **shape,
+            num_warps=choice.chunk_warps, num_stages=choice.chunk_stages, **UNFUSED,
+        )  # fmt: skip
+    singles = tokens - first_token
+    if singles:
+        tiles = table.shape[1] * (PAGE // choice.tile)
+        splits = min(triton.cdiv(tiles, choice.split_tiles), choice.max_splits)
+        stats = torch.empty((singles, splits, heads, 2), dtype=torch.float32, device=out.device)
+        parts = stats.new_empty((singles, splits, heads, dim))
+        places = (*verify_places(batch), first_token)
+        split = {"SPLIT": choice.split_tiles, "MOST": choice.max_splits}
+        _singles[(singles, blocks, splits)](
+            q_latent, stats, parts, *places, *pages, splits, **shape, **split,
+            num_warps=choice.single_warps, num_stages=choice.single_stages, **UNFUSED,
+            **overlap(out.device),
+        )  # fmt: skip
+        join[(singles, heads)](
+            stats, parts, out, out, 0, 0, batch.positions, *places, sizes,
+            int(selected is not None), splits, table.shape[1],
+            HEADS=heads, DV=dim, DVP=shape["DP"], TILE=choice.tile, PAGE=PAGE, SIZE=GROUPED,
+            LISTS=True, JOINED=JOINED, GATED=False, **split,
+            num_warps=4, **UNFUSED, **overlap(out.device),
+        )  # fmt: skip
+    return out
+
+
+def _listed(mask: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of mask [T, P * 64] uint8: groups [T, P * 16] int32, rising, and how many there are [T].
+
+    A group is (page * 16 + its number in the page) << 4, plus a bit for each position selected.
+    """
+    tokens = mask.shape[0]
+    groups = torch.empty((tokens, mask.shape[1] // GROUPED), dtype=torch.int32, device=mask.device)
+    sizes = torch.empty((tokens,), dtype=torch.int32, device=mask.device)
+    table = batch.page_table
+    if tokens:
+        _list[(tokens,)](
+            mask, groups, sizes, batch.positions, batch.token_row, *verify_places(batch), table,
+            mask.stride(0), table.stride(0), table.shape[1],
+            PAGE=PAGE, SIZE=GROUPED, BLOCK=LISTED, num_warps=4, **UNFUSED,
+        )  # fmt: skip
+    return groups, sizes
+
+
+@live
+def _list(
+    selected, groups, sizes, positions, token_row, verify_seats, num_drafts, first_verify,
+    verify_width, page_table, selected_stride, table_stride, num_pages,
+    PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The groups of SIZE positions of which one token selects any it sees; -1: it sees them all."""
+    token = tl.program_id(0).to(tl.int64)
+    stop = tl.load(positions + token).to(tl.int32) + 1
+    filled = is_filled(token, verify_seats, num_drafts, first_verify, verify_width)
+    stop = tl.minimum(tl.where(filled, stop, 0), num_pages * PAGE)
+    pages_of_row = page_table + tl.load(token_row + token).to(tl.int64) * table_stride
+    count = 0
+    chosen_in_all = 0
+    for begin in range(0, (stop + SIZE - 1) // SIZE, BLOCK):
+        group = begin + tl.arange(0, BLOCK)
+        member = tl.arange(0, SIZE)[None, :]
+        at = group[:, None] * SIZE + member
+        chosen = tl.load(selected + token * selected_stride + at, mask=at < stop, other=0) != 0
+        bits = tl.sum(chosen.to(tl.int32) << member, 1)
+        page = tl.load(pages_of_row + group * SIZE // PAGE, mask=bits != 0, other=-1).to(tl.int32)
+        some = (page >= 0).to(tl.int32)
+        rank = count + tl.cumsum(some, 0) - some
+        place = page * (PAGE // SIZE) + group % (PAGE // SIZE)
+        tl.store(
+            groups + token * num_pages * (PAGE // SIZE) + rank, (place << SIZE) | bits,
+            mask=some != 0,
+        )  # fmt: skip
+        count += tl.sum(some, 0)
+        chosen_in_all += tl.sum(tl.sum(chosen.to(tl.int32), 1), 0)
+    tl.store(sizes + token, tl.where(chosen_in_all == stop, -1, count))
+
+
+@triton.jit
+def _places(
+    tile, position, size, groups, pages_of_row, page_stride,
+    D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Where a tile's latents begin [TILE], and which of them the token sees."""
+    lane = tl.arange(0, TILE)
+    whole = size < 0
+    at = tile * TILE + lane
+    page = tl.load(pages_of_row + at // PAGE, mask=at <= tl.where(whole, position, -1), other=-1)
+    which = tile * (TILE // SIZE) + lane // SIZE
+    group = tl.load(groups + which, mask=which < size, other=0)
+    member = lane % SIZE
+    seen = tl.where(whole, page >= 0, ((group >> member) & 1) != 0)
+    place = group >> SIZE
+    page = tl.where(whole, page.to(tl.int32), place // (PAGE // SIZE))
+    entry = tl.where(whole, at % PAGE, place % (PAGE // SIZE) * SIZE + member)
+    return page.to(tl.int64) * page_stride + entry * D, seen
+
+
+@triton.jit
+def _fold_range(
+    queries, begin, stop, position, size, groups, pages_of_row, latents, page_stride, scale,
+    LINES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Tiles begin .. stop - 1 of one token, in that order: every line's maximum (of scores times
+    log2 e), sum and mix.
+    """
+    top = tl.full([LINES], float("-inf"), tl.float32)
+    total = tl.zeros([LINES], tl.float32)
+    mixed = tl.zeros([LINES, DP], tl.float32)
+    d = tl.arange(0, DP)
+    for tile in range(begin, stop):
+        place, seen = _places(
+            tile, position, size, groups, pages_of_row, page_stride, D, TILE, PAGE, SIZE
+        )
+        there = seen[:, None]
+        if D != DP:
+            there = there & (d < D)[None, :]
+        latent = tl.load(latents + place[:, None] + d[None, :], mask=there, other=0.0)
+        scores = product(queries, tl.trans(latent), queries.dtype, "tf32x3")
+        scores = tl.where(seen[None, :], scores, float("-inf"))
+        new = tl.maximum(top, tl.max(scores, 1) * scale)
+        finite = tl.where(new == float("-inf"), 0.0, new)
+        shrink = tl.exp2(top - finite)
+        weights = tl.exp2(tl.fma(scores, scale, -finite[:, None]))
+        total = total * shrink + tl.sum(weights, 1)
+        mixed = mixed * shrink[:, None] + product(weights, latent, queries.dtype, "tf32x3")
+        top = new
+    return top, total, mixed
+
+
+@triton.jit
+def _queries(
+    q, packed, q_stride, HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    HEADS_IN_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token's queries of a block of heads [HEADS_IN_BLOCK, DP], and these heads."""
+    head = tl.program_id(1) * HEADS_IN_BLOCK + tl.arange(0, HEADS_IN_BLOCK)
+    d = tl.arange(0, DP)
+    queries = tl.load(
+        q + packed * q_stride + head[:, None] * D + d[None, :],
+        mask=(head < HEADS)[:, None] & (d < D)[None, :],
+        other=0.0,
+    )
+    return queries, head
+
+
+@live
+def _prompts(
+    q, out, latents, groups, sizes, listed, page_table, positions, token_row, page_stride,
+    table_stride, num_pages, scale, q_stride,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, SIZE: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token of a prompt row, all that it attends to."""
+    packed = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the longest pasts first
+    size = size_of(sizes, packed, listed, True)
+    position = tl.load(positions + packed).to(tl.int32)
+    tiles = tl.where(size < 0, position // TILE + 1, (size * SIZE + TILE - 1) // TILE)
+    queries, head = _queries(q, packed, q_stride, HEADS, D, DP, HEADS_IN_BLOCK)
+    _top, total, mixed = _fold_range(
+        queries, 0, tl.minimum(tiles, num_pages * (PAGE // TILE)), position, size,
+        groups + packed * num_pages * (PAGE // SIZE),
+        page_table + tl.load(token_row + packed).to(tl.int64) * table_stride,
+        latents, page_stride, scale, HEADS_IN_BLOCK, D, DP, TILE, PAGE, SIZE,
+    )  # fmt: skip
+    mixed = mixed * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
+    d = tl.arange(0, DP)
+    tl.store(
+        out + (packed * HEADS + head)[:, None] * D + d[None, :],
+        rounded(mixed, out.dtype.element_ty),
+        mask=(head < HEADS)[:, None] & (d < D)[None, :],
+    )
+
+
+@live
+def _singles(
+    q, stats, parts, verify_seats, num_drafts, first_verify, verify_width, first_token,
+    latents, groups, sizes, listed, page_table, positions, token_row, page_stride,
+    table_stride, num_pages, scale, q_stride, split_stride,
+    HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, SIZE: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr,
+    SPLIT: tl.constexpr, MOST: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """One token of a row of single tokens, one split of what it attends to."""
+    if OVERLAP:
+        let_next_begin()
+        await_previous()
+    token = tl.program_id(0)
+    packed = (first_token + token).to(tl.int64)
+    size = size_of(sizes, packed, listed, True)
+    tiles = tiles_of(
+        first_token + token, positions, verify_seats, num_drafts, first_verify, verify_width, size,
+        num_pages, TILE, PAGE, SIZE,
+    )  # fmt: skip
+    span = span_of(tiles, SPLIT, MOST)
+    begin = tl.program_id(2) * span
+    if begin < tiles:
+        queries, head = _queries(q, packed, q_stride, HEADS, D, DP, HEADS_IN_BLOCK)
+        top, total, mixed = _fold_range(
+            queries, begin, tl.minimum(begin + span, tiles),
+            tl.load(positions + packed).to(tl.int32), size,
+            groups + packed * num_pages * (PAGE // SIZE),
+            page_table + tl.load(token_row + packed).to(tl.int64) * table_stride,
+            latents, page_stride, scale, HEADS_IN_BLOCK, D, DP, TILE, PAGE, SIZE,
+        )  # fmt: skip
+        place = (token.to(tl.int64) * split_stride + tl.program_id(2)) * HEADS + head
+        real = head < HEADS
+        d = tl.arange(0, DP)
+        tl.store(stats + place * 2, top, mask=real)
+        tl.store(stats + place * 2 + 1, total, mask=real)
+        tl.store(
+            parts + place[:, None] * D + d[None, :], mixed,
+            mask=real[:, None] & (d < D)[None, :],
+        )  # fmt: skip

@@ -1,0 +1,140 @@
+"""How single tokens' pasts are cut into splits of tiles, and how what these found is added.
+
+Knows no keys and no values. A split's size follows from the token's own past alone and splits are
+added at fixed places, so a token's bytes depend on no neighbour, nor on how many splits a launch
+has room for.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from millpond.ops.batch import ForwardBatch
+from millpond.ops.triton.live import live
+from millpond.ops.triton.overlap import await_previous, let_next_begin
+from millpond.ops.triton.shared import rounded, sigmoid
+
+PAGE = 64
+"""Positions of a page."""
+
+GROUPED = 4
+"""Positions of a group: the published indexer's pool. Any selection is right, this one is tight."""
+
+JOINED = 16
+"""Splits of a single token that are added at a time."""
+
+
+def verify_places(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, int, int]:
+    """Seats and drafts of verify rows (of any rows, if there are none), first token and width."""
+    verify = batch.verify
+    if verify is None:
+        return batch.seats, batch.seats, batch.first_verify_token, 1
+    return verify.seats, verify.num_drafts, batch.first_verify_token, verify.width
+
+
+@triton.jit
+def is_filled(token, verify_seats, num_drafts, first_verify, verify_width):
+    """Whether a token is none of the padding of verify rows."""
+    place = token - first_verify
+    row = tl.maximum(place, 0) // verify_width  # of any row, where there is none to be asked
+    seat = tl.load(verify_seats + row)
+    drafts = tl.load(num_drafts + row)
+    return (place < 0) | ((seat >= 0) & (place % verify_width <= drafts))
+
+
+@triton.jit
+def tiles_of(
+    token, positions, verify_seats, num_drafts, first_verify, verify_width, size, num_pages,
+    TILE: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Tiles that a token folds: of `size` groups, or of all its past if that is negative.
+
+    None for the padding of verify rows.
+    """
+    tiles = tl.load(positions + token).to(tl.int32) // TILE + 1
+    filled = is_filled(token, verify_seats, num_drafts, first_verify, verify_width)
+    tiles = tl.where(size < 0, tiles, (size * SIZE + TILE - 1) // TILE)
+    return tl.minimum(tl.where(filled, tiles, 0), num_pages * (PAGE // TILE))
+
+
+@triton.jit
+def span_of(tiles, SPLIT: tl.constexpr, MOST: tl.constexpr):
+    """Tiles of one split: SPLIT, doubled beyond 8 splits, then until MOST are enough."""
+    span = SPLIT
+    if tiles > 8 * SPLIT:
+        span = 2 * SPLIT
+    while span * MOST < tiles:
+        span *= 2
+    return span
+
+
+@triton.jit
+def size_of(sizes, packed, listed, LISTS: tl.constexpr):
+    """Groups that a token selects; negative: all of its past, also where nothing is listed."""
+    size = -1
+    if LISTS:
+        size = tl.load(sizes + packed, mask=listed != 0, other=-1)
+    return size
+
+
+@triton.jit
+def passed(mixed, gate, KEPT: tl.constexpr):
+    """What a sigmoid of `gate` lets through; roundings as of an output that was stored."""
+    share = rounded(sigmoid(gate), KEPT).to(tl.float32)
+    return rounded(mixed, KEPT).to(tl.float32) * share
+
+
+@live
+def join(
+    stats, parts, out, gate, gate_stride, gate_head, positions, verify_seats, num_drafts,
+    first_verify, verify_width, first_token, sizes, listed, split_stride, num_pages,
+    HEADS: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr, TILE: tl.constexpr,
+    PAGE: tl.constexpr, SIZE: tl.constexpr, LISTS: tl.constexpr, SPLIT: tl.constexpr,
+    MOST: tl.constexpr, GATED: tl.constexpr, JOINED: tl.constexpr, OVERLAP: tl.constexpr,
+):  # fmt: skip
+    """The splits of one token and head, JOINED at a time; zeros where there is none.
+
+    `stats` [singles, splits, heads, 2]: maxima and sums; `parts` [.., DV]: what was mixed.
+    """
+    if OVERLAP:
+        let_next_begin()
+        await_previous()
+    token = tl.program_id(0)
+    packed = (first_token + token).to(tl.int64)
+    tiles = tiles_of(
+        first_token + token, positions, verify_seats, num_drafts, first_verify, verify_width,
+        size_of(sizes, packed, listed, LISTS), num_pages, TILE, PAGE, SIZE,
+    )  # fmt: skip
+    span = span_of(tiles, SPLIT, MOST)
+    splits = (tiles + span - 1) // span
+    dv = tl.arange(0, DVP)
+    lane = tl.arange(0, JOINED)
+    top = tl.full([1], float("-inf"), tl.float32)
+    total = tl.zeros([1], tl.float32)
+    mixed = tl.zeros([DVP], tl.float32)
+    for first in range(0, splits, JOINED):
+        split = first + lane
+        here = split < splits
+        place = (token.to(tl.int64) * split_stride + split) * HEADS + tl.program_id(1)
+        other = tl.load(stats + place * 2, mask=here, other=float("-inf"))
+        weight = tl.load(stats + place * 2 + 1, mask=here, other=0.0)
+        part = tl.load(
+            parts + place[:, None] * DV + dv[None, :],
+            mask=here[:, None] & (dv < DV)[None, :],
+            other=0.0,
+        )
+        new = tl.maximum(top, tl.max(other, 0))
+        finite = tl.where(new == float("-inf"), 0.0, new)
+        shrink, grow = tl.exp2(top - finite), tl.exp2(other - finite)
+        total = total * shrink + tl.sum(weight * grow, 0)
+        mixed = mixed * shrink + tl.sum(part * grow[:, None], 0)
+        top = new
+    mixed = mixed / tl.where(total == 0.0, 1.0, total)
+    if GATED:
+        passing = gate + packed * gate_stride + tl.program_id(1) * gate_head
+        share = tl.load(passing + dv, mask=dv < DV, other=0.0).to(tl.float32)
+        mixed = passed(mixed, share, out.dtype.element_ty)
+    place = (packed * HEADS + tl.program_id(1)) * DV
+    tl.store(out + place + dv, rounded(mixed, out.dtype.element_ty), mask=dv < DV)
