@@ -7,6 +7,8 @@ from typing import Any
 
 import triton
 
+from millpond.ops.triton.launch import quick
+
 LIVE = (
     "count",  # tokens, rows or blocks of this call
     "room",  # for blocks
@@ -54,4 +56,4 @@ def live(fn: Callable[..., Any]) -> Any:
     """`triton.jit` of a kernel whose arguments named in `LIVE` are not specialised on."""
     names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
     found = [n for n in names if n in LIVE]
-    return triton.jit(fn, do_not_specialize=found, do_not_specialize_on_alignment=found)
+    return quick(triton.jit(fn, do_not_specialize=found, do_not_specialize_on_alignment=found))

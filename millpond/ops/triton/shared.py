@@ -20,6 +20,8 @@ import triton
 import triton.language as tl
 from triton import knobs
 
+from millpond.ops.triton.launch import quick
+
 EMULATED = tl.constexpr(bool(knobs.runtime.interpret))
 """Under the interpreter, which cannot multiply bf16 matrices, and cuts where it should round."""
 
@@ -59,10 +61,12 @@ TOKENS = ("x", "y", "q", "k", "v", "o", "decay", "beta", "gate", "old_q", "old_k
 def kernel(fn: Callable[..., Any]) -> Any:
     """`triton.jit` that never compiles anew because of the live batch."""
     names = fn.__code__.co_varnames[: fn.__code__.co_argcount]
-    return triton.jit(
-        fn,
-        do_not_specialize=[n for n in names if n in META],
-        do_not_specialize_on_alignment=[n for n in names if n in META or n in TOKENS],
+    return quick(
+        triton.jit(
+            fn,
+            do_not_specialize=[n for n in names if n in META],
+            do_not_specialize_on_alignment=[n for n in names if n in META or n in TOKENS],
+        )
     )
 
 

@@ -12,6 +12,7 @@ import triton.language as tl
 
 from millpond.ops.batch import LiveTokens, Sampled, Settled, SingleTokens, VerifyRows
 from millpond.ops.reference.staging import COUNTERS, PAGE
+from millpond.ops.triton.launch import quick
 from millpond.ops.triton.shared import LAUNCH, power_of_two
 
 LISTED = 1024
@@ -25,7 +26,7 @@ def _jit(fn):
     """Nothing of these arguments is known before a step: neither values nor alignment."""
     arguments = fn.__code__.co_varnames[: fn.__code__.co_argcount]
     names = [name for name in arguments if name not in fn.__annotations__]
-    return triton.jit(fn, do_not_specialize=names, do_not_specialize_on_alignment=names)
+    return quick(triton.jit(fn, do_not_specialize=names, do_not_specialize_on_alignment=names))
 
 
 def stage_live(
