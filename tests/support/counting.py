@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -17,6 +18,13 @@ INDEXED = {
     torch.ops.aten.index_fill_.int_Scalar: 2,
 }
 """Operations that write only what they are given: which argument holds it, or says where."""
+
+
+@cache
+def _mutated(func: Any) -> tuple[int, ...]:
+    """Places of the arguments that an operation writes to; most have none."""
+    aliases = (argument.alias_info for argument in func._schema.arguments)
+    return tuple(i for i, alias in enumerate(aliases) if alias is not None and alias.is_write)
 
 
 class CountWrites(TorchDispatchMode):
@@ -38,18 +46,20 @@ class CountWrites(TorchDispatchMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        kwargs = kwargs or {}
-        for argument, value in zip(func._schema.arguments, args, strict=False):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            if not self._is_ours(value):
+        for place in _mutated(func):
+            if place >= len(args) or not self._is_ours(value := args[place]):
                 continue
             if func in INDEXED:
                 values = args[INDEXED[func]]
                 self.num_bytes += self._indexed_bytes(func, value, args, values)
             else:
                 self.num_bytes += value.numel() * value.element_size()
-        return func(*args, **kwargs)
+        return func(*args, **kwargs) if kwargs else func(*args)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled in here; to be ready for that would double the cost of every call."""
+        return False
 
     def _is_ours(self, value: Any) -> bool:
         return (
@@ -75,8 +85,18 @@ class CountWrites(TorchDispatchMode):
 
 def changed_entries(arena: Arena, before: torch.Tensor) -> dict[int, int]:
     """How many bytes of each entry differ from an earlier `snapshot`; unchanged ones left out."""
-    differ = (arena.storage != before).sum(1)
-    return {i: int(n) for i, n in enumerate(differ) if n}
+    changed = (_words(arena.storage) != _words(before)).any(1).nonzero().flatten().tolist()
+    return {i: int((arena.storage[i] != before[i]).sum()) for i in changed}
+
+
+def unchanged(arena: Arena, before: torch.Tensor) -> bool:
+    """Whether every byte is that of an earlier `snapshot`."""
+    return torch.equal(_words(arena.storage), _words(before))
+
+
+def _words(storage: torch.Tensor) -> torch.Tensor:
+    """Bytes [entries, bytes] by eights where they can be: what is compared is the same, sooner."""
+    return storage if storage.shape[1] % 8 else storage.view(torch.int64)
 
 
 def snapshot(arena: Arena) -> torch.Tensor:

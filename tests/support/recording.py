@@ -29,7 +29,7 @@ from millpond.plan.step import (
 )
 from millpond.runtime.worker import Worker
 from millpond.state.lease import SlotId
-from tests.support.counting import CountWrites, changed_entries, snapshot
+from tests.support.counting import CountWrites, changed_entries, snapshot, unchanged
 
 Key = tuple[str, int, tuple[int, ...]]
 """What holds bytes (state or page), how many tokens of it are a prompt's, and all tokens folded."""
@@ -134,7 +134,7 @@ class RecordingExecutor:
         if self._left is None:
             return
         for arena, left in zip((self.arenas.slots, self.arenas.pages), self._left, strict=True):
-            if not torch.equal(arena.storage, left):
+            if not unchanged(arena, left):
                 self.bytes_beyond.append(f"bytes moved after step {self.plans[-1].step}")
 
     def _run(self, plan: StepPlan) -> StepResult:
