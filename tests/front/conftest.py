@@ -1,7 +1,11 @@
-"""A service over a scripted engine, and a real server of it on a loopback port."""
+"""A service over a scripted engine, and a real server of it on a loopback port.
+
+Processes of their own start servers from here, too: so nothing in here needs torch.
+"""
 
 from __future__ import annotations
 
+import json
 import socket
 import ssl
 import threading
@@ -21,10 +25,10 @@ from millpond.front.sampling import Defaults
 from millpond.front.server import Options, build_app
 from millpond.front.service import Service
 from millpond.front.text import Tokenizer
-from millpond.models.base import describe
 from tests.support.fake_engine import FakeEngine
 
 BUNDLED = Path(__file__).resolve().parents[2] / "millpond" / "bundled" / "millpond-tiny-glm"
+EOS = frozenset(json.loads((BUNDLED / "generation_config.json").read_text())["eos_token_id"])
 FACTS = ModelFacts(
     name="tiny", slot_bytes=1000, page_bytes=100, seat_bytes=10, weight_bytes=0, max_position=512
 )
@@ -57,7 +61,7 @@ def make_service(tokenizer: Tokenizer, text: str, *, pause: float = 0.0) -> Serv
     def script(request: EngineRequest, sample: int) -> list[int]:
         return [*tokenizer.encode(text + (f" #{sample}" if sample else "")), user]
 
-    engine = FakeEngine(script, eos=frozenset(describe(BUNDLED).eos_token_ids), pause=pause)
+    engine = FakeEngine(script, eos=EOS, pause=pause)
     config = PytorchEngineConfig(max_batch_size=8)
     return Service(
         name="tiny",
@@ -78,19 +82,17 @@ class Running:
 
     def __init__(self, service: Service, options: Options | None = None) -> None:
         self.service = service
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            self.port = free.getsockname()[1]
+        listening = socket.socket()
+        listening.bind(("127.0.0.1", 0))
+        self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             build_app(service, options),
-            host="127.0.0.1",
-            port=self.port,
             log_level="warning",
             lifespan="off",
             timeout_graceful_shutdown=2,
         )
         self._server = uvicorn.Server(config)
-        self._thread = threading.Thread(target=self._server.run, daemon=True)
+        self._thread = threading.Thread(target=self._server.run, args=([listening],), daemon=True)
         self._thread.start()
         wait_for(lambda: self._server.started)
 
