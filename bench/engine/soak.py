@@ -265,7 +265,7 @@ def main(arguments: list[str]) -> int:
             need = Need(
                 seats=SEATS,
                 session=session,
-                tokens=SEATS * session // 8,  # pages are short at times
+                tokens=SEATS * session // 16,  # pages are short at times
                 checkpoints=CHECKPOINTS,
                 drafts=drafts,
             )
