@@ -7,15 +7,19 @@ they are; replayed graphs do not.
 
 from __future__ import annotations
 
+import ast
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
+import millpond
 from bench.engine.timed import kind_of
 from millpond.plan.step import StepPlan
 
@@ -26,27 +30,59 @@ WATCHED = 4
 """Steps of a kind."""
 
 PARTS: Mapping[str, str] = {
-    "products": r"_thin|_wide|nvjet.*|.*gemm.*|.*splitK.*|.*cutlass.*",
-    "experts": "_order|_up|_down|_choose|_sum_choices",
-    "streams, routers": "_parts|_pre|_post|_mean",
-    "attention": "_chunk|_singles|_join|_list|_turn|_write_kv",
-    "indexer": "_pools|_tails|_scores|_selection",
-    "delta rule": "_windows|_outputs|_prepare|_recur|_fold_.*|ready_.*|_decode|_verify",
-    "norms, activations": "_vectors|_swiglu|_sigmoid_gate|_rotate|_angles",
-    "drawing": "_best|_cuts|_draw|_score_of|_key",
-    "staging": "_live|_keep|_settle|_singles_of|_store|_before|_copy",
+    "thin": "products",
+    "moe": "experts",
+    "narrow": "streams, routers",
+    "hyper": "streams, routers",
+    "attention": "attention",
+    "latent": "attention",
+    "splits": "attention",
+    "writes": "attention",
+    "indexer": "indexer",
+    "conv": "delta rule",
+    "ready": "delta rule",
+    "steps": "delta rule",
+    "chunk_prepare": "delta rule",
+    "chunk_recur": "delta rule",
+    "norms": "norms, activations",
+    "elementwise": "norms, activations",
+    "sampling": "drawing",
+    "staging": "staging",
+    "slots": "staging",
 }
-"""Parts of a model by the names of their kernels; whatever else runs is `OTHER`."""
+"""Parts of a model by the modules of our kernels; other modules are parts by their own names."""
+
+PRODUCTS = re.compile("nvjet|gemm|splitK|cutlass")
+"""Kernels of cuBLAS."""
 
 OTHER = "copies, elementwise"
 
 
+@cache
+def modules() -> Mapping[str, str]:
+    """By the name of each kernel of ours, its module; of several, one that launches it."""
+    made: dict[str, list[str]] = {}
+    launched: dict[str, list[str]] = {}
+    for file in sorted(Path(millpond.__file__).parent.glob("ops/triton/*.py")):
+        tree = ast.parse(file.read_text("utf-8"))
+        for each in ast.walk(tree):
+            if isinstance(each, ast.FunctionDef) and each.decorator_list:
+                made.setdefault(each.name, []).append(file.stem)
+            if isinstance(each, ast.Subscript) and isinstance(each.value, ast.Name):
+                launched.setdefault(each.value.id, []).append(file.stem)  # kernel[grid](...)
+    return {
+        name: next((module for module in homes if module in launched[name]), homes[0])
+        for name, homes in made.items()
+        if name in launched
+    }
+
+
 def part_of(kernel: str) -> str:
-    """Which of `PARTS` a kernel belongs to."""
-    for part, names in PARTS.items():
-        if re.fullmatch(names, kernel):
-            return part
-    return OTHER
+    """Which part of a model a kernel belongs to."""
+    module = modules().get(kernel)
+    if module is not None:
+        return PARTS.get(module, module)
+    return "products" if PRODUCTS.search(kernel) else OTHER
 
 
 @dataclass(frozen=True, slots=True)
