@@ -107,10 +107,11 @@ class PytorchEngineConfig(Strict):
     kda_prefill_backend: Literal["auto", "torch", "triton", "fla", "flash_kda"] = "auto"
     debug_audit: bool = False
     debug_poison: bool = False
-    # A store for checkpoints; `millpond.store.config` reads all four.
+    # A store for checkpoints; `millpond.store.config` reads all five.
     kv_transfer_config: dict[str, Any] | None = None
     store: str | None = None
     store_size: str | int | None = None
+    store_staging: str | int | None = None
     store_optional: bool = False
     # Known elsewhere, not served here: any value but the default is refused by name.
     dp: int = 1

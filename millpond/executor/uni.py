@@ -22,11 +22,14 @@ class UniExecutor:
         """Fixed facts about the device tower."""
         return self._capabilities
 
-    def memories(self) -> tuple[RankMemory, ...]:
-        """The slots and pages of each rank, as a store may reach them. Raises `Refused`."""
+    def memories(self, staging_bytes: int | None = None) -> tuple[RankMemory, ...]:
+        """The slots and pages of each rank, as a store may reach them. Raises `Refused`.
+
+        On a device by way of `staging_bytes` of host memory each (None: as many as are of use).
+        """
         if self._worker is None:
             raise Broken("a closed executor has no memory")
-        return (self._worker.memory(),)
+        return (self._worker.memory(staging_bytes),)
 
     @property
     def makes(self) -> Made:

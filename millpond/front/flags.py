@@ -55,6 +55,7 @@ HELP = {
     "kv_transfer_config": "a store for checkpoints, as JSON: kv_connector and what goes with it",
     "store": "a store for checkpoints: host, file:DIRECTORY or mooncake:CONFIGURATION.json",
     "store_size": "bytes that a store of one's own may take, such as 32GiB",
+    "store_staging": "host memory between a GPU and a store, such as 256MiB; derived when absent",
     "store_optional": "start and serve without the store if it cannot be reached",
     "config": "a TOML or JSON file with the same names; flags win",
     "model": "a directory, or the name of a bundled model",

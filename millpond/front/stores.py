@@ -30,8 +30,8 @@ log = logger("store")
 class Reachable(Protocol):
     """An executor whose memory a store can reach."""
 
-    def memories(self) -> Sequence[RankMemory]:
-        """Of each rank."""
+    def memories(self, staging_bytes: int | None = None) -> Sequence[RankMemory]:
+        """Of each rank, by way of so many bytes of host memory where one is needed."""
 
     @property
     def makes(self) -> Made:
@@ -102,7 +102,7 @@ def open_store(
     """The store, reachable now unless it is optional. Raises `Refused`."""
     if not isinstance(executor, Reachable):
         raise Refused(f"a store does not go with the executor {type(executor).__name__}")
-    memories, makes = executor.memories(), executor.makes
+    memories, makes = executor.memories(config.staging), executor.makes
     identity = Identity(
         model="@".join(part for part in (config.prefix, weights.model) if part),
         draft=weights.draft,

@@ -15,6 +15,8 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from millpond.memory.pinned import page_locked
+
 FIRST_BYTES = 8 << 20
 """Of a ring when it is made: thousands of steps of decoding, dozens of the largest prompts. What
 needs more makes it grow."""
@@ -93,8 +95,11 @@ class CudaLink:
     """One CUDA device, on the stream that is current when a call is made."""
 
     def stage(self, num_bytes: int) -> torch.Tensor:
-        """Page-locked memory; torch's allocator remembers the copies that it is part of."""
-        return torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
+        """Page-locked memory; torch's allocator remembers the copies that it is part of.
+
+        Raises `Refused` where there is none.
+        """
+        return page_locked(num_bytes, "the numbers of a step", "lower max_prefill_token_num")
 
     def copy(self, target: torch.Tensor, source: torch.Tensor) -> None:
         """Queued."""

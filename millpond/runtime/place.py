@@ -43,7 +43,7 @@ def choose_device(name: str) -> torch.device:
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise Refused(f"device {name!r} was asked for, and torch {torch.__version__} finds no CUDA")
-    if device.index is None:
+    if ":" not in name:
         return torch.device("cuda", torch.cuda.current_device())
     count = torch.cuda.device_count()
     if device.index >= count:

@@ -64,11 +64,16 @@ def _named(spec: EntrySpec) -> list[tuple[int, str, list[int], str, int]]:
     ]
 
 
-def memory_of(arenas: Arenas) -> RankMemory:
-    """The slots and pages themselves in ordinary memory; on a device, by way of a pinned ring."""
+def memory_of(arenas: Arenas, staging_bytes: int | None = None) -> RankMemory:
+    """The slots and pages themselves in ordinary memory; on a device, by way of a pinned ring.
+
+    That has `staging_bytes` for both directions together (None: as many as are of use). Raises
+    `Refused`.
+    """
     slots, pages = arenas.slots, arenas.pages
     if slots.storage.device.type != "cpu":
-        return StagedMemory(slots, pages)
+        area = None if staging_bytes is None else staging_bytes // 2
+        return StagedMemory(slots, pages, batch_bytes=area)
     return HostMemory(_bytes(slots), slots.spec.num_bytes, _bytes(pages), pages.spec.num_bytes)
 
 

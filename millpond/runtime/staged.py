@@ -14,6 +14,7 @@ import torch
 
 from millpond.errors import Refused
 from millpond.memory.arena import Arena
+from millpond.memory.pinned import page_locked
 from millpond.state.lease import PageId
 from millpond.store.memory import Parts
 from millpond.units import MIB, human
@@ -32,25 +33,38 @@ class StagedMemory:
     """
 
     def __init__(self, slots: Arena, pages: Arena, *, batch_bytes: int | None = None) -> None:
-        """`batch_bytes`, of one area, default to a slot and `PAGES_AT_ONCE`; at least one entry."""
+        """`batch_bytes`, of one area, default to a slot and `PAGES_AT_ONCE`; at least one entry.
+
+        Raises `Refused` where they are less than that, or the host cannot give them.
+        """
         self.slot_bytes, self.page_bytes = slots.spec.num_bytes, pages.spec.num_bytes
         room = max(self.page_bytes, min(PAGES_AT_ONCE, pages.count * self.page_bytes))
         size = self.slot_bytes + room if batch_bytes is None else batch_bytes
         if size < max(self.slot_bytes, self.page_bytes):
             raise Refused(
-                f"a staging area of {human(size)} must hold a slot ({human(self.slot_bytes)}) and"
-                f" a page ({human(self.page_bytes)})"
+                f"store_staging: each of two areas of {human(size)} must hold a slot"
+                f" ({human(self.slot_bytes)}) or a page ({human(self.page_bytes)}): use at least"
+                f" {human(2 * max(self.slot_bytes, self.page_bytes))}"
             )
         self._size = size
         self.batch_bytes: int | None = size
         self._slots, self._pages = slots.storage, pages.storage
         self._device = slots.storage.device
         on_gpu = self._device.type == "cuda"
-        ring = torch.zeros((2, size), dtype=torch.uint8, pin_memory=on_gpu)
+        ring = self._page_locked(2 * size) if on_gpu else torch.empty(2 * size, dtype=torch.uint8)
+        ring = ring.zero_().view(2, size)
         self._ring = ring.numpy().reshape(-1).data
         self._areas = tuple(ring.unbind(0))
         self._locks = (threading.Lock(), threading.Lock())
         self._stream = torch.cuda.Stream(self._device) if on_gpu else None
+
+    def _page_locked(self, num_bytes: int) -> torch.Tensor:
+        least = max(self.slot_bytes, self.page_bytes)
+        if num_bytes > 2 * least:
+            remedy = f"lower store_staging, of which this model needs {human(2 * least)} at least"
+        else:
+            remedy = "a store needs that much for this model: free host memory, or leave it out"
+        return page_locked(num_bytes, "what goes between the GPU and a store", remedy)
 
     def regions(self) -> Sequence[memoryview]:
         """The ring: views never lie elsewhere."""

@@ -194,10 +194,10 @@ class Worker:
             graph_replays=self.runner.num_replays,
         )
 
-    def memory(self) -> RankMemory:
-        """Slots and pages, as a store may reach them. Raises `Refused`."""
+    def memory(self, staging_bytes: int | None = None) -> RankMemory:
+        """Slots and pages, as a store may reach them; see `memory_of`. Raises `Refused`."""
         with self._place():
-            return memory_of(self.runner.arenas)
+            return memory_of(self.runner.arenas, staging_bytes)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Run one plan to its end. Raises `StepFailed`."""

@@ -103,7 +103,8 @@ class StoreConfig(Strict):
 
     `prefix` separates deployments that share a store, beyond what they compute. A role of
     "kv_producer" only puts, "kv_consumer" only gets. `optional`: the engine starts, and serves,
-    without the store if need be. The identities are an operator's word for what the weights are.
+    without the store if need be. `staging` bytes of host memory are between each GPU and it (None:
+    as many as are of use). The identities are an operator's word for what the weights are.
     """
 
     backend: Literal["mooncake", "file", "host"]
@@ -115,6 +116,7 @@ class StoreConfig(Strict):
     model_identity: str | None = None
     draft_identity: str | None = None
     optional: bool = False
+    staging: int | None = None
 
     @property
     def puts(self) -> bool:
@@ -133,6 +135,7 @@ class _Extra(Strict):
     mooncake_config_path: str | None = None
     path: str | None = None
     size: str | int | None = None
+    staging: str | int | None = None
     cache_prefix: str | None = None
     model_name: str | None = None
     compact_model_identity: str | None = Field(default=None, min_length=1)
@@ -171,20 +174,26 @@ NO_MEANING = {
 def store_config(config: PytorchEngineConfig) -> StoreConfig | None:
     """The store that an engine's configuration asks for, None if none. Raises `Refused`."""
     transfer, plain, size = config.kv_transfer_config, config.store, config.store_size
+    staging = config.store_staging
     if transfer is None and plain is None:
-        if config.store_optional or size is not None:
-            raise Refused("store_optional and store_size need a store: name one with store")
+        if config.store_optional or size is not None or staging is not None:
+            raise Refused(
+                "store_optional, store_size and store_staging need a store: name one with store"
+            )
         return None
     if transfer is not None and plain is not None:
         raise Refused("store and kv_transfer_config both name a store: give one of them")
     if plain is not None:
-        return _plain(plain, size, config.store_optional)
+        room = _bytes("store_staging", staging)
+        return _plain(plain, size, optional=config.store_optional, staging=room)
     if size is not None:
         raise Refused("store_size goes with store: put size into kv_connector_extra_config")
+    if staging is not None:
+        raise Refused("store_staging goes with store: put staging into kv_connector_extra_config")
     return _transfer(transfer or {}, config.store_optional)
 
 
-def _plain(text: str, size: str | int | None, optional: bool) -> StoreConfig:
+def _plain(text: str, size: str | int | None, **rest: Any) -> StoreConfig:
     """`host`, `file:DIRECTORY` or `mooncake:FILE`."""
     backend, _, path = text.partition(":")
     if backend not in CONNECTORS.values():
@@ -194,7 +203,7 @@ def _plain(text: str, size: str | int | None, optional: bool) -> StoreConfig:
             f"store={text!r}: there is no store {backend!r}{hint} "
             "(host, file:DIRECTORY, mooncake:CONFIGURATION.json)"
         )
-    return _made(backend, path or None, size, "store", optional=optional)
+    return _made(backend, path or None, size, "store", **rest)
 
 
 def _transfer(given: dict[str, Any], optional: bool) -> StoreConfig:
@@ -219,6 +228,7 @@ def _transfer(given: dict[str, Any], optional: bool) -> StoreConfig:
     return _made(
         *(backend, path, more.size, where),
         optional=optional,
+        staging=_bytes(f"{where}.staging", more.staging),
         role=known.kv_role,
         prefix="@".join(part for part in (more.cache_prefix, more.model_name) if part),
         model_identity=more.compact_model_identity,
@@ -240,13 +250,21 @@ def _made(
         if size is not None:
             raise Refused(f"{where}: the size of a Mooncake Store is what its members lend")
         return StoreConfig(backend="mooncake", mooncake=MooncakeConfig.read(path), **rest)
-    try:
-        room = SIZES[backend] if size is None else parse_memory(size, 0)
-    except Refused:
-        room = 0
-    if not room:  # nor is a share one: of what?
-        raise Refused(f"{where}: size {size!r} is no size such as 8GiB")
+    room = SIZES[backend] if size is None else _bytes(f"{where}: size", size)
     return StoreConfig(backend=backend, path=path, size=room, **rest)  # type: ignore[arg-type]
+
+
+def _bytes(what: str, size: str | int | None) -> int | None:
+    """A number of bytes, or None for None. Raises `Refused`."""
+    if size is None:
+        return None
+    try:
+        found = parse_memory(size, 0)
+    except Refused:
+        found = 0
+    if not found:  # nor is a share one: of what?
+        raise Refused(f"{what} {size!r} is no size such as 8GiB")
+    return found
 
 
 def _named(kind: type[_T], given: dict[str, Any], where: str) -> _T:

@@ -54,7 +54,7 @@ class RankStore:
         self._door = door
         self._clock = clock
         self._report: Callable[[Report], object] = lambda report: None
-        self._cancelled: set[int] = set()
+        self._wanted: set[int] = set()  # jobs that are not over, nor cancelled
         self._sums: OrderedDict[bytes, int] = OrderedDict()  # of pages put in this generation
         self._generation = b""
         lookups, gets, puts = (_Lane(f"{rank}-{name}") for name in ("lookup", "get", "put"))
@@ -83,11 +83,15 @@ class RankStore:
 
     def submit(self, job: Job) -> None:
         """Queue a job; returns at once. It is reported whatever becomes of it."""
-        self._lane_of[type(job)].submit(lambda: self._work(job))
+        self._wanted.add(job.number)
+        self._enqueue(job)
 
     def cancel(self, number: int) -> None:
-        """A job need not be done any more; it ends as soon as it can, and is reported."""
-        self._cancelled.add(number)
+        """A job need not be done any more; it ends as soon as it can, and is reported.
+
+        One that is over, or another rank's, is nobody's concern.
+        """
+        self._wanted.discard(number)
 
     def close(self, deadline: float) -> bool:
         """End the threads and the backend by `deadline` (`time.monotonic`); False: one hangs."""
@@ -95,6 +99,9 @@ class RankStore:
             lane.stop()
         ended = [lane.join(deadline) for lane in self._lanes]
         return all(ended) and self._door.close()
+
+    def _enqueue(self, job: Job) -> None:
+        self._lane_of[type(job)].submit(lambda: self._work(job))
 
     def _work(self, job: Job) -> None:
         begin, record, moved, why = self._clock(), None, 0, ""
@@ -119,7 +126,7 @@ class RankStore:
         except Exception:
             log.exception("a transfer failed")
             why = "error"
-        self._cancelled.discard(job.number)
+        self._wanted.discard(job.number)
         self._report(
             Report(
                 number=job.number,
@@ -132,7 +139,7 @@ class RankStore:
         )
 
     def _check(self, job: Job) -> None:
-        if job.number in self._cancelled:
+        if job.number not in self._wanted:
             raise _Failed("cancelled")
 
     # The three jobs.

@@ -131,7 +131,7 @@ def test_memory_for_a_store_and_measuring_are_there(
 ) -> None:
     rank = small()
     seen: list[bool] = []
-    monkeypatch.setattr(worker, "memory_of", lambda arenas: seen.append(there.current))
+    monkeypatch.setattr(worker, "memory_of", lambda *_: seen.append(there.current))
     monkeypatch.setattr(worker, "measure", lambda *_, **__: seen.append(there.current))
     rank.memory()
     rank.measure(2, 64, None)  # type: ignore[arg-type]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,11 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millpond.errors import Refused
+from millpond.memory import pinned
 from millpond.memory.arena import Arena
+from millpond.memory.host_ring import CudaLink
 from millpond.memory.layout import EntrySpec, TensorSpec
+from millpond.runtime import reach
 from millpond.runtime.staged import StagedMemory
 from millpond.state.lease import PageId, SlotId
 from millpond.store.memory import Parts, batches
+from millpond.units import MIB
 from tests.store.worlds import World
 
 SLOTS, PAGES = 6, 12
@@ -133,8 +138,49 @@ def test_more_than_an_area_holds_and_entries_that_are_not_there_are_errors():
     with pytest.raises(IndexError), memory.writing(parts(None, [PAGES])):
         pass
     slots, pages = Arena(SLOT, 2, torch.device("cpu")), Arena(PAGE, 2, torch.device("cpu"))
-    with pytest.raises(Refused, match="staging area"):
+    with pytest.raises(Refused, match=r"store_staging.*at least"):
         StagedMemory(slots, pages, batch_bytes=SLOT.num_bytes - 1)
+
+
+def test_host_memory_that_cannot_be_locked_is_refused_with_what_needs_less(monkeypatch):
+    """The message says how much was wanted, what there is, and the setting that asks for less."""
+    asked: list[int] = []
+
+    def fails(num_bytes):
+        asked.append(num_bytes)
+        raise RuntimeError("CUDA error: out of memory\nCompile with TORCH_USE_CUDA_DSA")
+
+    monkeypatch.setattr(pinned, "_allocate", fails)
+    slots, pages = OnGpu(SLOT.num_bytes), OnGpu(PAGE.num_bytes)
+    with pytest.raises(Refused) as refused:
+        StagedMemory(slots, pages, batch_bytes=48 * MIB)
+    assert asked == [96 * MIB]
+    for words in ("96.0 MiB of page-locked", "out of memory", "free", "lock", "store_staging"):
+        assert words in str(refused.value)
+    assert "DSA" not in str(refused.value)
+    with pytest.raises(Refused, match="leave it out"):  # less would not do
+        StagedMemory(slots, pages, batch_bytes=max(SLOT.num_bytes, PAGE.num_bytes))
+    with pytest.raises(Refused, match="max_prefill_token_num"):
+        CudaLink().stage(1)
+
+
+class OnGpu:
+    """As much of an arena on a GPU as is looked at before memory is asked for."""
+
+    def __init__(self, entry_bytes: int) -> None:
+        self.count = 4
+        self.spec = SimpleNamespace(num_bytes=entry_bytes)
+        self.storage = SimpleNamespace(device=torch.device("cuda", 0))
+
+
+def test_the_ring_is_as_large_as_was_said():
+    arenas = SimpleNamespace(slots=OnGpu(96), pages=OnGpu(40))
+    made_of: list[int | None] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reach, "StagedMemory", lambda *_, batch_bytes: made_of.append(batch_bytes))
+        reach.memory_of(arenas)
+        reach.memory_of(arenas, 1000)
+    assert made_of == [None, 500]
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import threading
 from dataclasses import fields
 
 import pytest
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from millpond.state.checkpoint import AnchorKind
 from millpond.store.identity import Identity
-from millpond.store.jobs import Epoch
+from millpond.store.jobs import Epoch, Lookup
 from millpond.store.record import Manifest, chain, manifest_bytes, pack_tokens, record_root
 from tests.store.worlds import World, identity
 
@@ -103,6 +104,31 @@ def test_the_deepest_record_on_the_step_between_floor_and_limit_is_found(world):
     assert world.lookup(TOKENS, limit=319, step=128).record.end == 128
     assert world.lookup(TOKENS, limit=319, floor=192).why == "absent"
     assert world.lookup(TOKENS[::-1]).why == "absent"
+
+
+def test_nothing_is_remembered_of_jobs_that_are_over():
+    """However often jobs are cancelled, before they begin, while they run or after their end."""
+    first, other = World(), World(num_ranks=2)
+    tokens = list(range(256))
+    for number, one in enumerate((first, other)):
+        assert one.put(tokens, 1, [1, 2, 3, 4]).why == ""
+        for _ in range(50):
+            report = one.lookup(tokens)
+            assert not report.why
+            one.connector.cancel(report.number)  # late; and the second rank never had it
+        gate = threading.Event()
+        one.stores[0].before = lambda name, keys, gate=gate: gate.wait(10)
+        pending = one.connector.submit(
+            Lookup(
+                number=0, epoch=one.epoch, root=record_root(cache_salt=""),
+                tokens=pack_tokens([9 + number] * 64 * 40), floor=0, limit=64 * 40, step=64,
+            )
+        )  # fmt: skip
+        one.connector.cancel(pending.number)
+        gate.set()
+        assert one.ended.get(timeout=10)[1].why in ("cancelled", "absent")
+        assert [len(rank._wanted) for rank in one.connector._ranks] == [0] * one.connector.num_ranks
+        one.close()
 
 
 def test_pages_are_put_once_in_a_generation_and_again_when_the_store_lost_them(world):

@@ -112,7 +112,7 @@ class SteppedRank(RankStore):
     def start(self, report: Callable[[Report], object]) -> None:
         self._report, self.todo = report, []
 
-    def submit(self, job: Job) -> None:
+    def _enqueue(self, job: Job) -> None:
         self.todo.append(job)
 
     def do(self, which: int = 0) -> bool:

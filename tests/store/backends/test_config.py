@@ -75,6 +75,9 @@ def test_a_file_or_host_store_may_be_named_in_either_form(tmp_path: Path) -> Non
     assert named == read(store=f"file:{path}", store_size="2GiB")
     assert named == StoreConfig(backend="file", path=path, size=2 * GIB)
     assert transfer("HostStoreConnector", size=4096) == read(store="host", store_size=4096)
+    staged = transfer("HostStoreConnector", size=4096, staging="64MiB")
+    assert staged == read(store="host", store_size=4096, store_staging="64MiB")
+    assert staged.staging == 64 * MIB
     assert read(store="host", store_optional=True) == StoreConfig(
         backend="host", size=4 * GIB, optional=True
     )
@@ -144,6 +147,12 @@ def test_fields_of_other_connectors_are_refused_with_the_reason(name: str) -> No
         ({"store": "mooncake"}, "JSON file"),
         ({"store_optional": True}, "need a store"),
         ({"store_size": 1}, "need a store"),
+        ({"store_staging": 1}, "need a store"),
+        ({"store": "host", "store_staging": "much"}, "store_staging 'much' is no size"),
+        (
+            {"store_staging": 1, "kv_transfer_config": {"kv_connector": "HostStoreConnector"}},
+            "store_staging goes with store",
+        ),
         (
             {"store": "host", "kv_transfer_config": {"kv_connector": "HostStoreConnector"}},
             "both name a store",
