@@ -5,8 +5,8 @@ tiles of 64 positions in rising order. Where these lie comes out of the page tab
 attends to all of its past, and else out of a list of what it selected: groups of 4 positions, each
 with the place of its latents and which of the four they are. That is a matter of addresses only:
 one compiled kernel serves both, so a token that selects all of its past has the bytes of one that
-does not select, whoever is beside it. Nothing but 32-bit numbers stands before an address: narrower
-ones would change how Triton deals out what a matrix product sums.
+does not select, whoever is beside it. Two would not do: how Triton deals out what a matrix product
+sums follows from the code around it, down to the width of a number that an address depends on.
 """
 
 from __future__ import annotations
@@ -61,14 +61,15 @@ def paged_mla(
         raise ValueError(f"{latent_pages.shape[0]} pages: lists reach {MOST_PAGES}")
     choice = attention_choice(MLA, q_latent.device)
     tokens, heads, dim = q_latent.shape
+    num_pages = batch.page_table.shape[1]
     out = torch.empty_like(q_latent, memory_format=torch.contiguous_format)
-    table = batch.page_table
-    groups = sizes = table.view(torch.int32)
+    table = batch.page_table.view(torch.int32)
+    groups = sizes = table
     if selected is not None:
         groups, sizes = _listed(selected.view(torch.uint8), batch)
     pages = (
         latent_pages, groups, sizes, int(selected is not None), table, batch.positions,
-        batch.token_row, slot_stride(latent_pages), table.stride(0), table.shape[1],
+        batch.token_row, slot_stride(latent_pages), table.stride(0), num_pages,
         scale * log2(e), token_stride(q_latent),
     )  # fmt: skip
     block = max(16, min(power_of_two(heads), choice.lines))
@@ -84,7 +85,7 @@ def paged_mla(
         )  # fmt: skip
     singles = tokens - first_token
     if singles:
-        tiles = table.shape[1] * (PAGE // choice.tile)
+        tiles = num_pages * (PAGE // choice.tile)
         splits = min(triton.cdiv(tiles, choice.split_tiles), choice.max_splits)
         stats = torch.empty((singles, splits, heads, 2), dtype=torch.float32, device=out.device)
         parts = stats.new_empty((singles, splits, heads, dim))
@@ -97,7 +98,7 @@ def paged_mla(
         )  # fmt: skip
         join[(singles, heads)](
             stats, parts, out, out, 0, 0, batch.positions, *places, sizes,
-            int(selected is not None), splits, table.shape[1],
+            int(selected is not None), splits, num_pages,
             HEADS=heads, DV=dim, DVP=shape["DP"], TILE=choice.tile, PAGE=PAGE, SIZE=GROUPED,
             LISTS=True, JOINED=JOINED, GATED=False, **split,
             num_warps=4, **UNFUSED, **overlap(out.device),
@@ -157,28 +158,42 @@ def _list(
 
 
 @triton.jit
+def _past(
+    packed, size, position, groups, page_table, token_row, table_stride, num_pages,
+    PAGE: tl.constexpr, SIZE: tl.constexpr,
+):  # fmt: skip
+    """Of a token: how many positions it folds, and where what tells their places begins."""
+    row = tl.load(token_row + packed).to(tl.int64)
+    whole = size < 0
+    count = tl.where(whole, tl.minimum(position + 1, num_pages * PAGE), size * SIZE)
+    words = tl.where(
+        whole, page_table + row * table_stride, groups + packed * num_pages * (PAGE // SIZE)
+    )
+    return count, words
+
+
+@triton.jit
 def _places(
-    tile, position, size, groups, pages_of_row, page_stride,
+    tile, count, whole, words, page_stride,
     D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
     """Where a tile's latents begin [TILE], and which of them the token sees."""
-    lane = tl.arange(0, TILE)
-    whole = size < 0
-    at = tile * TILE + lane
-    page = tl.load(pages_of_row + at // PAGE, mask=at <= tl.where(whole, position, -1), other=-1)
-    which = tile * (TILE // SIZE) + lane // SIZE
-    group = tl.load(groups + which, mask=which < size, other=0)
-    member = lane % SIZE
-    seen = tl.where(whole, page >= 0, ((group >> member) & 1) != 0)
-    place = group >> SIZE
-    page = tl.where(whole, page.to(tl.int32), place // (PAGE // SIZE))
-    entry = tl.where(whole, at % PAGE, place % (PAGE // SIZE) * SIZE + member)
-    return page.to(tl.int64) * page_stride + entry * D, seen
+    PER_PAGE: tl.constexpr = PAGE // SIZE
+    at = tile * TILE + tl.arange(0, TILE)
+    # A page's number is the lower half of its 64 bits.
+    word = tl.load(words + tl.where(whole, at // PAGE * 2, at // SIZE), mask=at < count, other=-1)
+    group = at % PAGE // SIZE
+    word = tl.where(whole, ((word * PER_PAGE + group) << SIZE) + ((1 << SIZE) - 1), word)
+    member = at % SIZE
+    seen = (word >= 0) & (((word >> member) & 1) != 0)
+    place = tl.maximum(word, 0) >> SIZE
+    entry = place % PER_PAGE * SIZE + member
+    return (place // PER_PAGE).to(tl.int64) * page_stride + entry * D, seen
 
 
 @triton.jit
 def _fold_range(
-    queries, begin, stop, position, size, groups, pages_of_row, latents, page_stride, scale,
+    queries, begin, stop, count, whole, words, latents, page_stride, scale,
     LINES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     PAGE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
@@ -190,9 +205,7 @@ def _fold_range(
     mixed = tl.zeros([LINES, DP], tl.float32)
     d = tl.arange(0, DP)
     for tile in range(begin, stop):
-        place, seen = _places(
-            tile, position, size, groups, pages_of_row, page_stride, D, TILE, PAGE, SIZE
-        )
+        place, seen = _places(tile, count, whole, words, page_stride, D, TILE, PAGE, SIZE)
         there = seen[:, None]
         if D != DP:
             there = there & (d < D)[None, :]
@@ -235,14 +248,14 @@ def _prompts(
     """One token of a prompt row, all that it attends to."""
     packed = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the longest pasts first
     size = size_of(sizes, packed, listed, True)
-    position = tl.load(positions + packed).to(tl.int32)
-    tiles = tl.where(size < 0, position // TILE + 1, (size * SIZE + TILE - 1) // TILE)
+    count, words = _past(
+        packed, size, tl.load(positions + packed).to(tl.int32), groups, page_table, token_row,
+        table_stride, num_pages, PAGE, SIZE,
+    )  # fmt: skip
     queries, head = _queries(q, packed, q_stride, HEADS, D, DP, HEADS_IN_BLOCK)
     _top, total, mixed = _fold_range(
-        queries, 0, tl.minimum(tiles, num_pages * (PAGE // TILE)), position, size,
-        groups + packed * num_pages * (PAGE // SIZE),
-        page_table + tl.load(token_row + packed).to(tl.int64) * table_stride,
-        latents, page_stride, scale, HEADS_IN_BLOCK, D, DP, TILE, PAGE, SIZE,
+        queries, 0, (count + TILE - 1) // TILE, count, size < 0, words, latents, page_stride,
+        scale, HEADS_IN_BLOCK, D, DP, TILE, PAGE, SIZE,
     )  # fmt: skip
     mixed = mixed * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     d = tl.arange(0, DP)
@@ -276,13 +289,14 @@ def _singles(
     span = span_of(tiles, SPLIT, MOST)
     begin = tl.program_id(2) * span
     if begin < tiles:
+        count, words = _past(
+            packed, size, tl.load(positions + packed).to(tl.int32), groups, page_table,
+            token_row, table_stride, num_pages, PAGE, SIZE,
+        )  # fmt: skip
         queries, head = _queries(q, packed, q_stride, HEADS, D, DP, HEADS_IN_BLOCK)
         top, total, mixed = _fold_range(
-            queries, begin, tl.minimum(begin + span, tiles),
-            tl.load(positions + packed).to(tl.int32), size,
-            groups + packed * num_pages * (PAGE // SIZE),
-            page_table + tl.load(token_row + packed).to(tl.int64) * table_stride,
-            latents, page_stride, scale, HEADS_IN_BLOCK, D, DP, TILE, PAGE, SIZE,
+            queries, begin, tl.minimum(begin + span, tiles), count, size < 0, words, latents,
+            page_stride, scale, HEADS_IN_BLOCK, D, DP, TILE, PAGE, SIZE,
         )  # fmt: skip
         place = (token.to(tl.int64) * split_stride + tl.program_id(2)) * HEADS + head
         real = head < HEADS

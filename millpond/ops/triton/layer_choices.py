@@ -74,8 +74,9 @@ class AttentionChoice:
 
 
 GQA = AttentionChoice(128, 8, 3, 4, 3)
-MLA = AttentionChoice(64, 8, 2, 8, 2)
-"""Keys of 256, and latents of 512."""
+MLA = AttentionChoice(64, 8, 7, 8, 7, split_tiles=8, tile=32)
+"""Keys of 256, and latents of 512. These go by half a page, so that four halves fit beside the
+queries: three are on their way while one is folded, and no register is spilled."""
 
 FEW_OUTPUTS, OUTPUTS, PAIRS = (
     ThinChoice(8, 512, 4, 4),

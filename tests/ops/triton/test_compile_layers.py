@@ -22,5 +22,6 @@ def test_every_layer_kernel_compiles_once_whatever_the_live_batch_is(tmp_path: P
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    for kernel in ("attention._singles", "latent._singles", "indexer._selection", "moe._up", "sampling._cuts"):
+    for kernel in ("attention._singles", "latent._singles", "indexer._selection", "moe._up"):
         assert kernel in done.stdout
+    assert "sampling._cuts" in done.stdout
