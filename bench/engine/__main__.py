@@ -64,6 +64,7 @@ def serve(need: Need, pairs: Pairs, given: argparse.Namespace, trials: Trials) -
     for letter in dict.fromkeys(one.workload for one, _ in pairs):
         mine = [pair for pair in pairs if pair[0].workload == letter]
         trials.guarded(letter, partial(trials.workload, tower, mine))
+    trials.by_kernel(tower, [one for one, _ in pairs])
 
 
 def main(arguments: list[str]) -> int:

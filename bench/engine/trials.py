@@ -11,7 +11,7 @@ import json
 import re
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -69,6 +69,7 @@ class Trials:
     profiled: str | None = None  # labels of variants whose kernels are watched, a pattern
     full: frozenset[str] = frozenset()  # workloads that are as large as they are meant to be
     failed: list[str] = field(default_factory=list)
+    kinds: dict[str, dict[str, int]] = field(default_factory=dict)  # of steps, by variant
 
     def guarded(self, what: str, do: Callable[[], None]) -> bool:
         """Run it, and say whether it went well; an error is recorded, and the others go on.
@@ -104,13 +105,21 @@ class Trials:
                 work = partial(self._again, tower, smaller if trial == 0 else one, trial, so_far)
                 if not self.guarded(one.label, work):
                     del going[one.label]
-        if self.profiled is not None and tower.device.type == "cuda":
-            for one, _ in pairs:
-                so_far = going.get(one.label)
-                wanted = re.search(self.profiled, one.label) is not None
-                if wanted and so_far is not None and so_far.kinds and not self.too_late:
-                    work = partial(self.kernels, tower, one, so_far.kinds)
-                    self.guarded(f"{one.label} by kernel", work)
+        self.kinds |= {label: so_far.kinds for label, so_far in going.items() if so_far.kinds}
+
+    def by_kernel(self, tower: Tower, variants: Iterable[Variant]) -> None:
+        """Of those that are to be watched: one more repetition each, kernel by kernel.
+
+        To be called when all that is timed on the tower is over: what watches kernels may stay in
+        the way of launches.
+        """
+        if self.profiled is None or tower.device.type != "cuda":
+            return
+        for one in variants:
+            kinds = self.kinds.get(one.label)
+            if kinds and re.search(self.profiled, one.label) and not self.too_late:
+                work = partial(self.kernels, tower, one, kinds)
+                self.guarded(f"{one.label} by kernel", work)
 
     @property
     def too_late(self) -> bool:

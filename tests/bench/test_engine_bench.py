@@ -228,6 +228,28 @@ def test_steps_of_every_kind_are_watched_by_themselves(monkeypatch: pytest.Monke
     assert all(of["parts"] == {"experts": 3.0} for of in found.values())
 
 
+def test_kernels_are_watched_when_all_times_are_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+
+    def kernels(trials: Trials, tower: object, one: Variant, kinds: dict[str, int]) -> None:
+        assert kinds["decode"] > 0
+        said.append(one.label)
+
+    monkeypatch.setattr(Trials, "kernels", kernels)
+    trials = Trials(Lines(tmp_path / "lines.jsonl"), trials=1, profiled="^(A|D on)$")
+    ones = [*WORKLOADS["A"](Scale(0.02, 0.02)), *WORKLOADS["D"](Scale(0.02, 0.02))]
+    tower = build("tiny-q4", groups(ones)[0][0], device="cpu")
+    for letter in "AD":
+        trials.workload(tower, [(one, one) for one in ones if one.workload == letter])
+    trials.by_kernel(tower, ones)
+    assert not said  # there is no GPU to watch
+    tower.device = torch.device("cuda")
+    trials.by_kernel(tower, ones)
+    assert said == ["A", "D on"]
+
+
 def test_what_is_watched_is_spread_over_a_run() -> None:
     assert kernels.spread(3) == [0, 1, 2]
     assert kernels.spread(100) == [12, 37, 62, 87]
