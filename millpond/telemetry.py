@@ -14,6 +14,10 @@ def logger(name: str) -> logging.Logger:
     return logging.getLogger(f"millpond.{name}")
 
 
+REQUESTS = logger("requests")
+"""A line for each request, at DEBUG: of a busy server they would drown all others."""
+
+
 class _Stderr(logging.StreamHandler[TextIO]):
     """Writes to what standard error is at that moment, not what it was at the start."""
 
@@ -26,13 +30,15 @@ class _Stderr(logging.StreamHandler[TextIO]):
         return sys.stderr
 
 
-def log_to_stderr(level: str) -> None:
+def log_to_stderr(level: str, *, requests: bool = False) -> None:
     """Send the package's log to standard error, once, from `level` on.
 
-    An application that has given the package's logger a handler of its own keeps it.
+    With `requests` also the lines of `REQUESTS`, whatever the level. An application that has given
+    the package's logger a handler of its own keeps it.
     """
     package = logging.getLogger("millpond")
     package.setLevel(level.upper())
+    REQUESTS.setLevel(logging.DEBUG if requests else logging.NOTSET)
     if not package.handlers:
         handler = _Stderr()
         handler.setFormatter(

@@ -5,7 +5,6 @@ Knows the ledger and one sequence; the order in which sequences come is the sche
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection
 from contextlib import ExitStack
 from time import monotonic
@@ -19,8 +18,7 @@ from millpond.errors import Exhausted
 from millpond.plan.step import PAGE_SIZE
 from millpond.state.lease import SlotId
 from millpond.state.prefix import PrefixMatch
-
-logger = logging.getLogger(__name__)
+from millpond.telemetry import REQUESTS
 
 NO_MATCH = PrefixMatch(0, None, (), 0, "disabled")
 
@@ -209,7 +207,7 @@ def tell_outcome(
     if kind is not None:
         counters.prefix_hits[kind] += 1
         counters.prefix_hit_tokens[kind] += match.end
-    logger.info(
+    REQUESTS.debug(
         "%s: prefix %s, %d of %d prompt tokens cached, anchor %s, held %.3f s, %d loaded",
         request.spec.request_id,
         match.reason,

@@ -63,6 +63,7 @@ HELP = {
     "server_name": "address to listen on",
     "server_port": "port to listen on",
     "log_level": "DEBUG, INFO, WARNING or ERROR",
+    "enable_log_requests": "a line in the log for each request: how it met the prefix cache",
     "embedded": "run the engine in the server's own process",
     "api_key": "a key that clients must send; may be given several times",
     "api_key_file": "a file with a key a line",
@@ -128,6 +129,8 @@ ALIASES = {
     "--max-mamba-cache-size": "--num-state-slots",
     "--disable-radix-cache": "--no-enable-prefix-caching",
     "--served-model-name": "--model-name",
+    "--log-requests": "--enable-log-requests",
+    "--disable-log-requests": "--no-enable-log-requests",
     "--host": "--server-name",
     "--port": "--server-port",
     "--model-path": "--model",
@@ -214,6 +217,7 @@ class ServeFlags(_Engine):  # type: ignore[valid-type,misc]
     model_name: Annotated[str | None, _help("model_name")] = None
     server_name: Annotated[str, _help("server_name")] = "127.0.0.1"
     server_port: Annotated[int, Field(ge=0, le=65535, description=HELP["server_port"])] = 23333
+    enable_log_requests: Annotated[bool, _help("enable_log_requests")] = False
     embedded: Annotated[bool, _help("embedded")] = False
     api_key: Annotated[tuple[str, ...], _help("api_key")] = ()
     api_key_file: Annotated[str | None, _help("api_key_file")] = None

@@ -28,7 +28,7 @@ log = logger("start")
 
 def serve(flags: ServeFlags) -> int:
     """Serve until told to stop. Returns an exit status: 1 when the engine has failed."""
-    log_to_stderr(flags.log_level)
+    log_to_stderr(flags.log_level, requests=flags.enable_log_requests)
     options = server.Options(
         limits=Limits(keys=_keys(flags), max_body=_max_body(flags.max_body)),
         admin=flags.enable_admin,

@@ -85,7 +85,7 @@ def test_usage_metric_log_and_response_agree_on_how_prompts_met_the_cache(server
         shown = re.compile(r'millpond_prefix_(?:hit_)?tokens_total{(?:outcome|kind)="(.*)"} (.*)')
         return {m[1]: float(m[2]) for m in map(shown.fullmatch, lines) if m}
 
-    caplog.set_level(logging.INFO, "millpond.engine.admission")
+    caplog.set_level(logging.DEBUG, "millpond.requests")
     body = {"max_tokens": 2, "ignore_eos": True}
     body |= {"prompt": [(3 * i) % 2000 for i in range(200)]}
     longer = body | {"prompt": [*body["prompt"], *range(100)]}

@@ -44,7 +44,7 @@ def main() -> int:
         return 1
     start = msgspec.json.decode(line, type=m.Start)
     threading.Thread(target=_outlive_nobody, args=(start.folder,), daemon=True).start()
-    log_to_stderr(start.log_level)
+    log_to_stderr(start.log_level, requests=start.log_requests)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     answers = Sender(context, start.answers, bind=False)
     requests: Receiver[m.ToEngine] = Receiver(context, start.requests, m.ToEngine, bind=False)

@@ -25,6 +25,7 @@ class Start(msgspec.Struct, frozen=True, kw_only=True):
     answers: str
     folder: str
     log_level: str
+    log_requests: bool
     model: str | None = None
     engine: str = "{}"
     speculative: str | None = None

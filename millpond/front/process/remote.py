@@ -33,7 +33,7 @@ from millpond.errors import MillpondError, Refused, Rejected, Unavailable
 from millpond.front.process import messages as m
 from millpond.front.process.link import Receiver, Sender
 from millpond.front.startup import READY, Startup
-from millpond.telemetry import logger
+from millpond.telemetry import REQUESTS, logger
 
 log = logger("process")
 OPENER = "millpond.front.process.opener:open_model"
@@ -98,6 +98,7 @@ class RemoteEngine:
                 answers=answers,
                 folder=self._folder,
                 log_level=logging.getLevelName(log.getEffectiveLevel()),
+                log_requests=REQUESTS.level == logging.DEBUG,
                 model=model,
                 engine=(config or PytorchEngineConfig()).model_dump_json(exclude_unset=True),
                 speculative=None if speculative is None else speculative.model_dump_json(),

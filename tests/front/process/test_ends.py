@@ -66,6 +66,18 @@ def test_a_server_that_is_killed_takes_its_engine_along_and_leaves_no_files(serv
     wait_for(lambda: not folder.exists())
 
 
+def test_requests_are_told_of_in_the_log_where_that_is_asked_for(serve):
+    for level, flags, count in (("INFO", (), 0), ("WARNING", ("--enable-log-requests",), 2)):
+        served = serve("open_quick", *flags, "--log-level", level)
+        for _ in range(2):
+            body = {**LONG, "max_tokens": 1}
+            assert httpx.post(served.url + COMPLETE, json=body, timeout=30).status_code == 200
+        served.process.send_signal(signal.SIGTERM)
+        status, err = served.end()
+        assert status == 0
+        assert len([line for line in err.splitlines() if "prompt tokens cached" in line]) == count
+
+
 def test_an_engine_is_stopped_with_its_server_and_leaves_no_files(serve):
     served = serve()
     engine = served.engine
