@@ -17,12 +17,14 @@ from bench.engine import kernels
 from bench.engine.drive import percentile
 from bench.engine.kernels import OTHER, Busy, covered, part_of, summary
 from bench.engine.models import Sizes, write
-from bench.engine.timed import Step, StepLog
-from bench.engine.tower import Need, build, give_back
+from bench.engine.timed import Step, StepLog, Timed
+from bench.engine.tower import Need, build, give_back, room
 from bench.engine.traffic import Conversations, Draw, at_once
 from bench.engine.trials import Lines, Trials, measure
 from bench.engine.workloads import WORKLOADS, Scale, Variant, groups, settings
+from millpond.errors import Refused
 from millpond.models.base import describe
+from millpond.plan.step import StepPlan
 from millpond.runtime.graphs import CallAgain
 
 TINY = Scale(0.05, 0.05)
@@ -172,6 +174,59 @@ def test_idle_time_lies_between_steps_and_before_late_ones() -> None:
     assert told == {"mixed": (1, 4.0), "decode": (2, 2.0), "verify": (1, 0.7)}
     assert StepLog().idle() is None
     assert StepLog([prompt]).idle_when_steady() is None
+
+
+class Moment:
+    """Stands in for an event of a stream that has come as far as `now`, in milliseconds."""
+
+    now = 0.0
+    done = False
+
+    def __init__(self, enable_timing: bool) -> None:
+        assert enable_timing
+        self.at = float("nan")
+
+    def record(self) -> None:
+        Moment.now += 1.0
+        self.at = Moment.now
+
+    def query(self) -> bool:
+        return Moment.done
+
+    def synchronize(self) -> None:
+        assert self.at == self.at
+
+    def elapsed_time(self, other: Moment) -> float:
+        return other.at - self.at
+
+
+def test_on_a_gpu_steps_are_timed_by_its_own_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "Event", Moment)
+    inner = SimpleNamespace(launch=lambda plan: SimpleNamespace(result=lambda: plan))
+    timed = Timed(inner, torch.device("cuda"))
+    for done in (False, False, True):
+        monkeypatch.setattr(Moment, "done", done)
+        timed.launch(StepPlan(step=1))
+    assert [step.late for step in timed.log.steps] == [True, False, True]
+    assert timed.log.by_kind() == {"decode": (3, pytest.approx(3e-3))}
+    assert timed.log.idle() == pytest.approx(2 / 5)  # each begins a moment after the one before
+
+
+def test_a_tower_has_the_pages_that_fit_or_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = Sizes(weights=90 << 30, slot=26 << 20, page=1 << 20, seat={})
+    need = Need(seats=64, session=1600, tokens=64 * 1600, checkpoints=56)
+    place = torch.device("cuda")
+
+    def left(gib: int) -> None:
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _: (gib << 30, 140 << 30))
+
+    left(139)
+    assert room(need, sizes, place) == (128, 1600 + 64 + 1)
+    left(108)  # 128 slots take 3.25 GiB, and 14 GiB are left alone
+    assert room(need, sizes, place) == (128, 768)
+    left(107)
+    with pytest.raises(Refused, match="no room for 1600 tokens"):
+        room(need, sizes, place)
 
 
 def test_kernels_that_overlap_count_once() -> None:
