@@ -8,8 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import dataclass
-from importlib import metadata
+from functools import cache
+from importlib import import_module, metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 import torch
 
@@ -25,7 +27,7 @@ class Made:
     """What shapes the bytes of slots and pages, besides tokens and weights.
 
     `layout` names every tensor of a slot and a page with its place, `kernels` who computes each op,
-    with which torch, and on a GPU with which compiler and on which GPU.
+    with which torch, and on a GPU from which sources, with which compiler and on which GPU.
     """
 
     dtype: str
@@ -37,7 +39,11 @@ class Made:
 def made(layout: ModelLayout, ops: Bound, device: torch.device) -> Made:
     """Of a model's layout, computed by `ops`."""
     slot, page = _named(layout.slot), _named(layout.page)
-    served = sorted(f"{name}={getattr(ops, name).__module__}" for name in OP_NAMES)
+    modules = {name: getattr(ops, name).__module__ for name in OP_NAMES}
+    served = sorted(f"{name}={module}" for name, module in modules.items())
+    if device.type == "cuda":
+        packages = {module.rpartition(".")[0] for module in modules.values()}
+        served += [f"{package}={_sources(package)}" for package in sorted(packages)]
     dtypes = {str(t.dtype) for t in layout.page.tensors}
     states = {str(t.dtype) for t in layout.slot.tensors if t.name == "recurrent"}
     table = hashlib.sha256("\n".join(served).encode()).hexdigest()[:16]
@@ -47,6 +53,18 @@ def made(layout: ModelLayout, ops: Bound, device: torch.device) -> Made:
         layout=hashlib.sha256(json.dumps([slot, page]).encode()).hexdigest(),
         kernels=f"torch {torch.__version__} {_rounding(device)} {table}",
     )
+
+
+@cache
+def _sources(package: str) -> str:
+    """sha256 over the modules of a package: kernels that are written otherwise round otherwise."""
+    whole = hashlib.sha256()
+    for folder in import_module(package).__path__:
+        for file in sorted(Path(folder).glob("*.py")):
+            text = file.read_bytes()
+            whole.update(f"{file.name} {len(text)}\n".encode())
+            whole.update(text)
+    return whole.hexdigest()
 
 
 def _rounding(device: torch.device) -> str:
