@@ -1,6 +1,7 @@
 """Compiles the kernels of decode and verify rows at a published size for a GPU that is not here.
 
-Prints a line for each: registers a thread, bytes of its stack, 16-byte loads and stores.
+Prints a line for each: registers a thread, bytes of its stack, 16-byte loads and stores; then how
+what it sums lies in its threads, which decides the order of sums.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import re
 import sys
 import warnings
+from typing import Any
 
 import torch
 from triton.runtime import driver
@@ -17,14 +19,25 @@ from bench.ops import cases
 from bench.ops.compile import Compiled, NoDriver, usage
 from millpond.ops.triton.backend import BACKEND
 
-CPU, DTYPE, MOST = torch.device("cpu"), torch.bfloat16, 3
+CPU, MOST = torch.device("cpu"), 3
 
 
-def main(shapes: list[str]) -> None:
+def summed(made: Any) -> str:
+    """The tensors that a kernel sums, with their layouts, each once."""
+    code = made.asm["ttgir"]
+    layouts = dict(re.findall(r"^(#\w+) = (#ttg\.\w+<\{.*\}>)$", code, re.MULTILINE))
+    operands = re.findall(r"\}\) : \((tensor<[^)]*>)\) ->", code)
+    found = {re.sub(r"#\w+", lambda name: layouts.get(name[0], name[0]), one) for one in operands}
+    return " and ".join(sorted(found)).replace(" ", "")
+
+
+def main(arguments: list[str]) -> None:
+    """Each argument is a shape and a dtype: kda:bfloat16."""
     warnings.simplefilter("ignore")
     driver.set_active(NoDriver(90))
-    for name in shapes:
-        where = (cases.SHAPES[name], CPU, DTYPE)
+    for name in arguments:
+        shape, dtype = name.split(":")
+        where = (cases.SHAPES[shape], CPU, getattr(torch, dtype))
         compiled = Compiled()
         compiled.install()
         for case in (
@@ -37,7 +50,8 @@ def main(shapes: list[str]) -> None:
             registers, stack = usage(made)
             code = made.asm["ptx"]
             wide = [len(re.findall(rf"{x}\.global\S*\.v4", code)) for x in ("ld", "st")]
-            print(name, kernel.removeprefix("millpond.ops.triton."), registers, stack, *wide)
+            kernel = kernel.removeprefix("millpond.ops.triton.")
+            print(name, kernel, registers, stack, *wide, summed(made))
 
 
 if __name__ == "__main__":
