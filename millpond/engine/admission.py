@@ -124,7 +124,7 @@ def _take(ledger: Ledger, sequence: Sequence, match: PrefixMatch, end: int) -> A
         if match.checkpoint is not None:
             sequence.state.start(ledger.index.use(match, sequence.name))
             sequence.pages = list(match.pages)
-        sequence.resumed_end = sequence.folded = match.end
+        sequence.resumed_end = sequence.folded = sequence.planned = match.end
         # With no slot to spare, the checkpoint itself is taken over.
         if not ledger.pool.num_free and not ledger.evict_slot():
             ledger.drop_checkpoint_of(sequence)

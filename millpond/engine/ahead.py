@@ -1,29 +1,33 @@
-"""Planning one step ahead: the next rows of live sequences, while the tokens before them are drawn.
+"""Planning one step ahead: the rows that follow those of a step in flight, before it has ended.
 
-A live row needs nothing of the step in flight: its tokens are on the device, the host knows bounds.
-With the step before it in flight,
+Where each row in flight ends is known, and so is what comes next, but for the tokens it draws:
 
-    its state starts at      `end`, where the row in flight ends: exact
-    tokens known by then     `end + 1 .. end + 1 + drafts of the row in flight`
-    it folds up to           as many, and drafts from there: pages are taken for the most
-    it reads and writes      the slot the row in flight writes; a fresh one if that state is to stay
+    of a prompt, not its last      the next tokens of the prompt, from where that row ends
+    the last of a prompt           the token it draws: it is on the device, as is where it stands
+    known tokens of an answer      the next of them, or the token that is drawn after the last
+    a live row                     what is certain by then: between `end + 1` tokens, where the row
+                                   in flight ends, and `end + 1 + its drafts`; pages are taken for
+                                   the most, and the device counts
+    nothing in flight              as with nothing in flight at all
 
-A step is planned ahead when every line holds, else the step in flight is waited for:
+A state that is to be published, or kept along an answer, stays: the row that follows writes another
+slot, and at the commit of the step in flight what it left is sealed, and published if the report
+says so. Nothing of a step is found before that.
 
-    the step in flight has live rows only    what draws a first token may fan out, or be published
-    everybody who runs has a row in it       others are short of something, or wait for a mask
-    nobody who waits could be let in         admission, preemption and order: with nothing in flight
-    no record waits to be loaded             a transfer writes slots beside the order of steps
-    every row is plain                       no guide: a mask needs the token before; nor what makes
-                                             the device wait (penalties, bias, logprobs, min_tokens)
-    the pages are there, or evictable        nobody is pushed out
-    somebody has a token left to draw        a sequence whose last token is under way gets no row
+Who waits is let in beside them, with what is free or can be evicted. What cannot be known, or must
+not be done, while a step is in flight either leaves out a row or lets the whole step wait:
 
-What it does not know is who ends: by a stop token, an abort, an error, damaged logits. A sequence
-that ends when the first of two steps is committed *leaves*: its streams hear of it at once, its
-leases and seat stay until the second step has ended, and what that row came to is thrown away. So
-its last state is not published, for it is being written over; if it was worth keeping, the row went
-to a fresh slot, and its input became the sequence's anchor when it was committed.
+    samples of one prompt sit out the step after its end, where their states part
+    one that finds no room sits out, and the next step waits, for others may have to make room
+    a step waits: "room" (see above), "priority" (somebody is about to be pushed out), "store" (a
+    record is about to be loaded, beside the order of steps), "guide" (a mask needs the token
+    before), "rows" (nobody has a row that could follow)
+
+Who ends is not known: by a stop token, an abort, an error, damaged logits. A sequence that ends
+when the first of two steps is committed *leaves*: its streams hear of it at once, its leases and
+seat stay until the second step has ended, and what that row came to is thrown away. So its last
+state is not published, for it is being written over; if it was worth keeping, the row went to a
+fresh slot, and its input became the sequence's anchor when it was committed.
 
 Steps are committed in the order in which they were launched. When one fails, so does the one after
 it, whatever the device says of that.
@@ -33,35 +37,45 @@ from __future__ import annotations
 
 from millpond.engine import drafting
 from millpond.engine.planned import Scheduled
-from millpond.engine.request import Sequence
 from millpond.engine.scheduler import Scheduler
 from millpond.plan.step import PAGE_SIZE, Capabilities, VerifyRow
 
 
 class Ahead:
-    """Plans the step after one that is in flight. Admits nobody, pushes out nobody."""
+    """Plans the step after one that is in flight. Pushes out nobody."""
 
     def __init__(self, scheduler: Scheduler, capabilities: Capabilities) -> None:
         self._scheduler = scheduler
         self._num_drafts = capabilities.num_draft_tokens
         self._runs_ahead = capabilities.runs_ahead
 
-    def plan(self, before: Scheduled) -> Scheduled | None:
-        """The step after `before`, which is in flight and alone; None: wait for that one first."""
-        flying = before.plan
-        if not self._runs_ahead or flying.prefill or flying.decode:
+    def plan(self, before: Scheduled, *, masked: bool = False) -> Scheduled | None:
+        """The step after `before`, which is in flight and alone; None: wait for that one first.
+
+        `masked`: a guide has to see what is drawn in it.
+        """
+        if not self._runs_ahead:
             return None
-        scheduler = self._scheduler
-        if not scheduler.is_settled or scheduler.tiers.wants_room:
+        scheduler, counters = self._scheduler, self._scheduler.ledger.counters
+        why = "guide" if masked else scheduler.begin_after(before)
+        if why is not None:
+            counters.steps_waited[why] += 1
             return None
-        if not before.is_plain:
-            before.is_plain = all(one.is_plain and one.guide is None for one in before.verify)
-            if not before.is_plain:
-                return None
-        most = self._num_drafts
-        sequences: list[Sequence] = []
-        rows: list[VerifyRow] = []
-        due: list[int] = []
+        staying = self._plan_live(before)
+        if staying < len(scheduler.running):
+            scheduler.plan_running()
+        scheduled = scheduler.finish()
+        if scheduled is None:
+            counters.steps_waited["room" if scheduler.is_short else "rows"] += 1
+            return None
+        counters.steps_ahead += 1
+        return scheduled
+
+    def _plan_live(self, before: Scheduled) -> int:
+        """Live rows after live rows. Returns how many sequences run that have a row in flight."""
+        scheduler, most, flying = self._scheduler, self._num_drafts, before.plan
+        building, ledger, along = scheduler.building, scheduler.ledger, scheduler.along
+        sequences, rows = building.verify, building.verify_rows
         staying = 0
         for sequence, row in zip(before.verify, flying.verify, strict=True):
             if sequence.is_leaving:
@@ -74,15 +88,19 @@ class Ahead:
             if known > sequence.calm_until:
                 if start + 1 >= sequence.request.length_limit:
                     continue  # its last token is under way
-                drafting.take_pages(scheduler.ledger, sequence, known, most)
+                drafting.take_pages(ledger, sequence, known, most)
                 if known > len(sequence.pages) * PAGE_SIZE:
-                    return None
+                    scheduler.is_short = True
+                    continue
                 num_drafts = drafting.num_drafts(sequence, known, most)
-                if scheduler.along.passes(start, known):
-                    due.append(len(rows))
+                if along.passes(start, known):
+                    building.due_verify.append(len(rows))
                 else:
-                    anchor = scheduler.along.next_after(start)
+                    anchor = along.next_after(start)
                     sequence.calm_until = drafting.calm_until(sequence, most, anchor)
+            if sequence.pages_sent < len(sequence.pages):
+                building.send_pages(sequence)
+            sequence.state.plan_ahead()
             sequences.append(sequence)
             slot = row.state_out
             rows.append(
@@ -96,11 +114,4 @@ class Ahead:
                     state_out=slot,
                 )
             )
-        if staying < len(scheduler.running) or not rows:
-            return None
-        for sequence in sequences:
-            sequence.state.plan_ahead()
-        scheduler.ledger.counters.steps_ahead += 1
-        scheduled = scheduler.schedule_live(sequences, rows, due)
-        scheduled.is_plain = True
-        return scheduled
+        return staying

@@ -15,7 +15,7 @@ from millpond.engine.request import Request, Sequence
 from millpond.engine.scheduler import Scheduler
 from millpond.errors import Broken
 from millpond.plan.step import Emitted, Row, StepResult, VerifyRow
-from millpond.state.lease import Seat, SlotId
+from millpond.state.lease import ReaderLease, Seat, SlotId
 
 MAX_FAILURES = 2
 """Failed steps in a row after which a request is not tried again."""
@@ -48,14 +48,20 @@ class Committer:
         drawn = {emitted.seat: emitted for emitted in result.emitted} if known else {}
         self._collect_logprobs(scheduled, result)
         unwritten: list[tuple[Sequence, int]] = []
+        leaving: list[Sequence] = []
         for planned, row in zip(scheduled.prefill, plan.prefill, strict=True):
-            if (row.state_out, row.end) in written:
+            if planned.sequence.is_leaving:
+                leaving.append(planned.sequence)
+            elif (row.state_out, row.end) in written:
                 self._commit_prefill(planned, row, written, drawn)
             else:
                 unwritten.append((planned.sequence, row.end))
         pool = self._ledger.pool
         for sequence, row in zip(scheduled.decode, plan.decode, strict=True):
             end = row.end
+            if sequence.is_leaving:
+                leaving.append(sequence)
+                continue
             if (row.state_out, end) not in written:
                 unwritten.append((sequence, end))
                 continue
@@ -68,7 +74,10 @@ class Committer:
             if row.emit_seats:
                 self._draw(sequence, drawn)
         if plan.verify:
-            unwritten += self._commit_verify(scheduled, result, written)
+            unwritten += self._commit_verify(scheduled, result, written, leaving)
+        self._ledger.counters.rows_wasted += len(leaving)
+        for sequence in leaving:
+            self._scheduler.landed(sequence)
         for sequence, end in unwritten:
             self._lost(sequence, end, "the forward did not write the state")
         self._settle()
@@ -76,25 +85,27 @@ class Committer:
     def fail(self, failed: Scheduled, why: str, after: Scheduled | None = None) -> None:
         """The step did not finish: nothing of it is kept, its rows are recomputed or ended.
 
-        Nor is anything of the step `after` it, which was in flight too and has ended as well.
+        Nor is anything of the step `after` it, which was in flight too and has ended as well; it is
+        no failure of those who had a row in that alone.
         """
         self._ledger.counters.steps_failed += 1
-        ends: dict[Sequence, int] = {}
-        for scheduled in (failed,) if after is None else (failed, after):
-            self._scheduler.failed(scheduled)
-            for planned in scheduled.prefill:
-                ends[planned.sequence] = planned.end
-            for sequence, row in zip(scheduled.decode, scheduled.plan.decode, strict=True):
-                ends[sequence] = row.end
-            for sequence in scheduled.verify:
-                ends[sequence] = len(sequence.tokens)
+        self._scheduler.failed(failed)
+        ends = _ends(failed)
+        others: dict[Sequence, int] = {}
         if after is not None:
-            self._ledger.counters.rows_wasted += len(after.verify)
-        for sequence, end in ends.items():
+            self._scheduler.failed(after)
+            followed = _ends(after)
+            self._ledger.counters.rows_wasted += len(followed)
+            others = {one: end for one, end in followed.items() if one not in ends}
+            ends |= {one: end for one, end in followed.items() if one in ends}
+        for sequence, end in (*ends.items(), *others.items()):
             if sequence.is_leaving:
                 self._scheduler.landed(sequence)
+                continue
+            sequence.state.discard(self._ledger.pool)
+            if sequence in others:
+                self._scheduler.preempt(sequence)
             else:
-                sequence.state.discard(self._ledger.pool)
                 self._lost(sequence, end, why)
         self._settle()
 
@@ -137,10 +148,11 @@ class Committer:
         published = [export.end for export in exported]
         for export in exported:
             ledger.publish(sequence, export.end, export.lease, kinds[export.end])
-        if row.end in kinds and finite and current:
-            lease = sequence.state.publish(ledger.pool)
-            ledger.publish(sequence, row.end, lease, kinds[row.end])
-            published.append(row.end)
+        if planned.saves_end:
+            lease = self._saved_end(sequence, keep=finite and current)
+            if lease is not None:
+                ledger.publish(sequence, row.end, lease, kinds[row.end])
+                published.append(row.end)
         self._scheduler.reached(planned, published)
         group = tuple(sequence.group)
         if row.end == sequence.prompt_len and sequence.siblings:
@@ -149,11 +161,32 @@ class Committer:
             for one in group:
                 self._draw(one, drawn)
 
+    def _saved_end(self, sequence: Sequence, *, keep: bool) -> ReaderLease | None:
+        """The state a row of a prompt came to, for whoever finds it, if that is to be (`keep`).
+
+        The row that follows in flight goes to another slot then: so it was planned.
+        """
+        state, pool = sequence.state, self._ledger.pool
+        if not state.in_flight:
+            return state.publish(pool) if keep else None
+        kept = state.take_anchor()
+        if kept is None:
+            self._ledger.counters.checkpoints_skipped["budget"] += keep
+            return None
+        if not keep:
+            pool.release(kept.lease)
+            return None
+        return kept.lease
+
     def _commit_verify(
-        self, scheduled: Scheduled, result: StepResult, written: set[tuple[SlotId, int]]
+        self,
+        scheduled: Scheduled,
+        result: StepResult,
+        written: set[tuple[SlotId, int]],
+        leaving: list[Sequence],
     ) -> list[tuple[Sequence, int]]:
         """Advance live sequences by what is certain, and hand out what they drew; those not
-        written are returned, with the ends they should have come to.
+        written are returned, with the ends they should have come to, and `leaving` ones told.
         """
         plan, pool = scheduled.plan, self._ledger.pool
         emitted, draw, over = result.emitted, self._outbox.draw, self._over
@@ -164,7 +197,6 @@ class Committer:
         drafted: Counter[int] = Counter()
         accepted: Counter[int] = Counter()
         unwritten: list[tuple[Sequence, int]] = []
-        leaving: list[Sequence] = []
         for sequence, row, count in zip(
             scheduled.verify, plan.verify, result.verified, strict=True
         ):
@@ -197,9 +229,6 @@ class Committer:
             if not sequence.request.aborting and draw(sequence, run, num_drafted, num_accepted):
                 over.append(sequence)
         self._ledger.counters.verified(drafted, accepted)
-        self._ledger.counters.rows_wasted += len(leaving)
-        for sequence in leaving:
-            self._scheduler.landed(sequence)
         return unwritten
 
     def _left(self, sequence: Sequence, row: Row | VerifyRow) -> None:
@@ -214,7 +243,7 @@ class Committer:
         states = lead.state.fan_out(self._ledger.pool, len(siblings) + 1)
         for one, state in zip(siblings, states, strict=True):
             one.state = state
-            one.folded = lead.folded
+            one.folded = one.planned = lead.folded
             one.epoch, one.salt = lead.epoch, lead.salt
             one.resumed_end = lead.resumed_end
             self._scheduler.enter(one)
@@ -291,6 +320,13 @@ class Committer:
             self._scheduler.remove(sequence)
         for request, error in errors.items():
             self.end_request(request, "error", error)
+
+
+def _ends(scheduled: Scheduled) -> dict[Sequence, int]:
+    """Where the rows of a step would have ended, of live ones at least."""
+    ends = {planned.sequence: planned.end for planned in scheduled.prefill}
+    ends |= {s: r.end for s, r in zip(scheduled.decode, scheduled.plan.decode, strict=True)}
+    return ends | {sequence: len(sequence.tokens) for sequence in scheduled.verify}
 
 
 def _forgive(sequence: Sequence) -> None:

@@ -110,6 +110,10 @@ class Guidance:
             wait(waiting, PATIENCE, FIRST_COMPLETED)
         return bool(guides)
 
+    def draws(self, scheduled: Scheduled) -> bool:
+        """Whether a guide has to see what a step draws before the next mask can be made."""
+        return bool(self._guided) and any(one.guide is not None for one, _ in _drawing(scheduled))
+
     def bind(self, scheduled: Scheduled, *, drafting: bool) -> None:
         """Put into a plan what its seats may draw, and whose drafts are wanted (`drafting`)."""
         if not self._guided:

@@ -18,7 +18,7 @@ from millpond.plan.checkpoints import Anchor
 from millpond.plan.step import PAGE_SIZE
 
 Anchors = Callable[[Sequence, int, int], tuple[Anchor, ...]]
-"""The anchors a running sequence will reach in `start < anchor <= end`."""
+"""The anchors a running sequence will reach in `start < anchor <= end`, now or in rows to come."""
 
 
 @dataclass(slots=True)
@@ -43,8 +43,8 @@ class Holds:
     A hold ends when its anchor was published, reported unwritten or skipped; when the leader stops
     running; when no older key matches any more; and when waiting has cost as much as computing. Its
     cost is counted in tokens: what the sequence could have folded in the steps it sat out, and a
-    page at least for each, so that no hold is without end. After a hold in vain the next one goes
-    on counting.
+    page at least for each, so that no hold is without end; the step after the one in flight that
+    computes the anchor is not counted. After a hold in vain the next one goes on counting.
     """
 
     def __init__(self, counters: Counters, shared: SharedPrefixes, anchors: Anchors) -> None:
@@ -91,6 +91,8 @@ class Holds:
         hold = self._held.get(sequence)
         if hold is None:
             return False
+        if hold.anchor <= hold.leader.planned:
+            return True  # it is being computed, in a step in flight
         if self._spent.get(sequence, 0) + hold.cost >= hold.saves:
             self._end(sequence, "cost")
             return False
@@ -147,4 +149,4 @@ class Holds:
 def _may_lead(leader: Sequence, sequence: Sequence, start: int) -> bool:
     """Whether a sequence may wait for another: never for a lower priority, nor for one behind."""
     lower = leader.request.spec.priority < sequence.request.spec.priority
-    return not lower and leader.folded >= start
+    return not lower and leader.planned >= start

@@ -149,7 +149,7 @@ class Ledger:
             one.state.close(self.pool)
             self.pages.release(one.pages)
             one.pages = []
-            one.folded = 0
+            one.folded = one.planned = 0
             if one.seat != NO_SEAT:
                 self.seats.append(one.seat)
                 one.seat = NO_SEAT

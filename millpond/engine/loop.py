@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future
 
-from millpond.engine import submission
+from millpond.engine import auditing, submission
 from millpond.engine.ahead import Ahead
 from millpond.engine.commit import Committer
 from millpond.engine.constraint import Constraint
@@ -33,7 +33,6 @@ from millpond.engine.types import EngineRequest, EngineStats
 from millpond.errors import Rejected, Unavailable
 from millpond.plan.counts import counts_of
 from millpond.plan.step import Executor
-from millpond.state import audit
 from millpond.store.jobs import Job, Report
 
 __all__ = ["Engine", "EngineSettings", "RequestStream"]
@@ -275,34 +274,43 @@ class Engine:
         self._read_inbox()
         self._end_aborted()
         if not self._flights:
-            scheduled = self._schedule()
-            if scheduled is None:
+            if not self._launch(self._schedule()):
                 return self._guidance.wait_for_one() or self._wait_by_hand()
-            self._launch(scheduled)
+            self._read_inbox()  # whoever came meanwhile may come along
+            self._end_aborted()
         elif self._tiers is not None:
             self._tiers.storing.advance()  # it reads what is fixed, and no step writes
-        if not (self._inbox or self._stopping):
-            ahead = self._ahead.plan(self._flights.scheduled[0])
-            if ahead is not None:
-                self._launch(ahead)
+        if not self._stopping:
+            self._launch(self._schedule_ahead())
         self._land()
         return True
 
     def _schedule(self) -> Scheduled | None:
         """With nothing in flight, plan a step of whoever may run."""
         self._guidance.wait()
-        for request, why, param in self._guidance.failed():
-            self._committer.end_request(request, "error", why, param)
+        self._end_misguided()
         if self._tiers is not None:
             self._tiers.advance()
-        scheduled = self._scheduler.schedule()
-        if scheduled is not None:
-            self._guidance.bind(scheduled, drafting=self.capabilities.num_draft_tokens > 0)
-        return scheduled
+        return self._scheduler.schedule()
 
-    def _launch(self, scheduled: Scheduled) -> None:
+    def _schedule_ahead(self) -> Scheduled | None:
+        """Plan the step after the one in flight, if that need not end first."""
+        self._end_misguided()
+        flying = self._flights.scheduled[0]
+        return self._ahead.plan(flying, masked=self._guidance.draws(flying))
+
+    def _launch(self, scheduled: Scheduled | None) -> bool:
+        """Hand a plan to the device; False when there is none."""
+        if scheduled is None:
+            return False
+        self._guidance.bind(scheduled, drafting=self.capabilities.num_draft_tokens > 0)
         self._audit(scheduled)
         self._flights.launch(scheduled)
+        return True
+
+    def _end_misguided(self) -> None:
+        for request, why, param in self._guidance.failed():
+            self._committer.end_request(request, "error", why, param)
 
     def _land(self) -> None:
         """Wait for the older step in flight, and commit it."""
@@ -318,7 +326,7 @@ class Engine:
         self._end_aborted()
         if landed.error is not None:
             self._die(landed.error)
-        self._audit(None)
+        self._audit()
 
     def _read_inbox(self) -> None:
         with self._changed:
@@ -407,28 +415,12 @@ class Engine:
         self._inbox.append(do)
         self._changed.notify_all()
 
-    def _audit(self, scheduled: Scheduled | None) -> None:
+    def _audit(self, *about: Scheduled) -> None:
         """Check every invariant of the ledger, where the settings ask for it.
 
-        `scheduled` is about to be launched.
+        A step `about` to be launched counts as in flight.
         """
-        if not self.settings.debug_audit:
-            return
-        running = [one for lead in self._scheduler.running for one in lead.group]
-        running += self._scheduler.leaving
-        transfers = None if self._tiers is None else self._tiers.transfers
-        flights = self._flights.scheduled + ([] if scheduled is None else [scheduled])
-        plans = [one.plan for one in flights]
-        audit.run(
-            audit.House(
-                pool=self._ledger.pool,
-                pages=self._ledger.pages,
-                index=self._ledger.index,
-                running=[one.state for one in running],
-                leases=[] if transfers is None else transfers.leases,
-                page_runs=[one.pages for one in running]
-                + ([] if transfers is None else transfers.page_runs),
-                flights=[plan.prefill + plan.decode + plan.verify for plan in plans],
-                leaving=[one.seat for one in self._scheduler.leaving],
-            )
-        )
+        if self.settings.debug_audit:
+            transfers = None if self._tiers is None else self._tiers.transfers
+            flights = (*self._flights.scheduled, *about)
+            auditing.check(self._ledger, self._scheduler, transfers, flights)

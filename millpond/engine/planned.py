@@ -11,21 +11,47 @@ from millpond.state.lease import SlotId
 class PrefillRow:
     """A row of a prompt on its way into the plan: exports come last, when all rows have slots."""
 
-    __slots__ = ("anchors", "end", "exports", "left_out", "sequence", "state_in", "state_out")
+    __slots__ = (
+        "anchors",
+        "end",
+        "exports",
+        "left_out",
+        "sequence",
+        "start",
+        "state_in",
+        "state_out",
+    )
 
     def __init__(
         self,
         sequence: Sequence,
+        start: int,
         end: int,
         anchors: tuple[Anchor, ...],
         slots: tuple[SlotId | None, SlotId],
     ) -> None:
         self.sequence = sequence
+        self.start = start
         self.end = end
         self.anchors = anchors  # in start < anchor <= end
         self.state_in, self.state_out = slots
         self.exports: dict[int, SlotId] = {}
         self.left_out: dict[int, str] = {}  # anchors that got no slot, and why
+
+    @property
+    def saves_end(self) -> bool:
+        """Whether the state the row ends with is to be published."""
+        return bool(self.anchors) and self.anchors[-1].end == self.end
+
+    @property
+    def saved(self) -> tuple[Anchor, ...]:
+        """The anchors that the row will leave a state at."""
+        return tuple(a for a in self.anchors if a.end not in self.left_out)
+
+    @property
+    def fans_out(self) -> bool:
+        """Whether the row ends a prompt of several samples."""
+        return bool(self.sequence.siblings) and self.end == self.sequence.prompt_len
 
     @property
     def interior(self) -> tuple[Anchor, ...]:
@@ -41,8 +67,8 @@ class PrefillRow:
         return Row(
             request=spec.request_id,
             seat=sequence.seat,
-            start=sequence.folded,
-            tokens=tuple(sequence.tokens[sequence.folded : end]),
+            start=self.start,
+            tokens=tuple(sequence.tokens[self.start : end]),
             state_in=self.state_in,
             state_out=self.state_out,
             exports=tuple(Export(at, self.exports[at]) for at in sorted(self.exports)),
@@ -55,7 +81,7 @@ class PrefillRow:
 class Scheduled:
     """A plan, and whose rows it holds: `prefill[i]` belongs to the plan's row i, and so on."""
 
-    __slots__ = ("decode", "is_plain", "plan", "prefill", "verify")
+    __slots__ = ("decode", "plan", "prefill", "verify")
 
     def __init__(
         self,
@@ -68,7 +94,6 @@ class Scheduled:
         self.prefill = prefill
         self.decode = decode
         self.verify = verify
-        self.is_plain = False  # whether every live row is known to draw on the device alone
 
 
 def seat_load(sequence: Sequence) -> SeatLoad:

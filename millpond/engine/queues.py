@@ -102,7 +102,8 @@ class Queues:
         if sequence.state.in_flight and not sequence.is_leaving:
             sequence.is_leaving = True
             self.leaving.append(sequence)
-        return sequence.is_leaving
+        lead = sequence.request.samples[0]  # in its row, siblings get what they go on from
+        return sequence.is_leaving or (lead.is_leaving and sequence in lead.siblings)
 
     def _come_back(self, sequence: Sequence) -> None:
         self.ledger.vacate(sequence)
@@ -139,15 +140,23 @@ class Queues:
             insort(queue, sequence, key=_order)
             self.unblock()
 
+    @property
+    def wants_way(self) -> bool:
+        """Whether one that found no room might find it where lower priorities are."""
+        denied = self._denied
+        if denied is None or not self.running or denied not in self.waiting:
+            return False
+        if not self.running[-1].outranked_by(denied):
+            return False
+        staying = [one for one in self.running if not one.outranked_by(denied)]
+        return could_fit(self.ledger, denied, staying)
+
     def _make_way(self) -> None:
         """Push out lower priorities, the last first, for one that found no room beside them."""
-        denied, self._denied = self._denied, None
-        if denied is None or not self.running or denied not in self.waiting:
+        wants_way, denied, self._denied = self.wants_way, self._denied, None
+        if denied is None or not wants_way:
             return
         lower = [one for one in self.running if one.outranked_by(denied)]
-        staying = [one for one in self.running if not one.outranked_by(denied)]
-        if not lower or not could_fit(self.ledger, denied, staying):
-            return
         while lower and not fits(self.ledger, denied, self.running):
             self._push_out(lower.pop())
 

@@ -87,12 +87,12 @@ class Sequence:
         "is_first",
         "is_leaving",
         "is_live",
-        "is_plain",
         "order",
         "own_seat",
         "pages",
         "pages_sent",
         "patience",
+        "planned",
         "prompt_len",
         "request",
         "resumed_end",
@@ -115,6 +115,7 @@ class Sequence:
         self.tokens = list(spec.tokens)  # known: the prompt, then what was generated
         self.prompt_len = len(spec.tokens)
         self.folded = 0  # tokens in the current state
+        self.planned = 0  # until it is live: tokens in the state of the last row that was planned
         self.state = RunningState(self.name)
         self.pages: list[PageHandle] = []
         self.pages_sent = 0  # of them, in the seat's page table on the device
@@ -123,7 +124,6 @@ class Sequence:
         self.is_live = False  # drew a token in this seat: the device knows its newest tokens
         self.calm_until = 0  # tokens up to which live rows need no page and pass no anchor
         self.is_leaving = False  # runs no longer, and a step in flight has a row of it
-        self.is_plain = _is_plain(spec)  # may run ahead of the tokens it draws
         self.siblings: list[Sequence] = []
         self.epoch = 0  # at its admission, with the salt of its keys
         self.salt = b""
@@ -161,18 +161,3 @@ class Sequence:
         self.is_live = False
         self.calm_until = 0
         self.pages_sent = 0
-
-
-def _is_plain(spec: EngineRequest) -> bool:
-    """Whether all it takes to draw the next token is on the device, and what is told of it little.
-
-    A guide is given later, and looked for there.
-    """
-    params = spec.params
-    return (
-        params.logprobs is None
-        and params.min_tokens == 0
-        and not params.logit_bias
-        and not params.has_penalties
-        and spec.constraint is None
-    )

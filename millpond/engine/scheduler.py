@@ -5,7 +5,6 @@ Knows sequences and the ledger; does not know what a step returns, nor who waits
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Collection
 
 from millpond.engine import drafting
@@ -18,28 +17,17 @@ from millpond.engine.admission import (
     tell_outcome,
 )
 from millpond.engine.along import AnswerAnchors
-from millpond.engine.exports import evidence_of, plan_exports
+from millpond.engine.building import Building, Slots
+from millpond.engine.exports import evidence_of
 from millpond.engine.ledger import Ledger
-from millpond.engine.planned import PrefillRow, Scheduled, fan_out, seat_load
+from millpond.engine.planned import PrefillRow, Scheduled, seat_load
 from millpond.engine.queues import Queues
 from millpond.engine.request import Sequence
 from millpond.errors import Broken, Exhausted
 from millpond.plan.checkpoints import Anchor, ladder_interval, plan_anchors
 from millpond.plan.prefill import row_end, split_at
-from millpond.plan.step import (
-    PAGE_SIZE,
-    Capabilities,
-    FanOut,
-    PageUpdate,
-    Row,
-    SeatLoad,
-    StepPlan,
-    VerifyRow,
-)
+from millpond.plan.step import PAGE_SIZE, Capabilities, VerifyRow
 from millpond.state.lease import PageId, SlotId
-
-logger = logging.getLogger(__name__)
-
 
 NEW_HOLDS = 32
 """Requests that begin to be held in one step; to look one up costs as much as its prompt is long,
@@ -47,18 +35,23 @@ and the others may find what they share published in the next step."""
 
 
 class Scheduler(Queues):
-    """Plans the rows of those that run, in their order, then lets in who waits."""
+    """Plans the rows of those that run, in their order, then lets in who waits.
+
+    With a step in flight, the rows that follow its rows: see `millpond.engine.ahead`.
+    """
 
     def __init__(self, ledger: Ledger, capabilities: Capabilities) -> None:
-        super().__init__(ledger, self._anchors)
+        super().__init__(ledger, self._anchors_to_come)
         self.along = AnswerAnchors(ledger)
+        self.building = Building(ledger, self.along, capabilities.num_draft_tokens)
         self._granularity = capabilities.export_granularity
         self._num_drafts = capabilities.num_draft_tokens
         self._verifies = self._num_drafts > 0 or capabilities.runs_ahead
         ledger.counters.accepted_per_position = [0] * self._num_drafts
-        self._step = 0
-        self._unsent_poison: tuple[tuple[SlotId, ...], tuple[PageId, ...]] = ((), ())
-        self._begin()
+        self._budget = 0
+        self._is_ahead = False  # a step is in flight, and the one after it is planned
+        self._before: dict[Sequence, PrefillRow] = {}  # the prompts' rows in it
+        self.is_short = False  # beside a step in flight somebody found no room without pushing
 
     # One step.
 
@@ -67,105 +60,101 @@ class Scheduler(Queues):
 
         No step is in flight.
         """
-        self._begin()
-        self._put_overdue_first()
+        self._begin(None)
+        self.is_short = False
         self._make_way()
+        self.plan_running()
+        return self.finish()
+
+    def begin_after(self, flying: Scheduled) -> str | None:
+        """Begin to plan the step after one in flight; why not, if that has to end first."""
+        if self.tiers.wants_room:
+            return "store"  # a transfer writes slots beside the order of steps
+        if self.is_short:
+            return "room"  # somebody may have to be pushed out
+        if self.wants_way:
+            return "priority"  # somebody will be
+        self._denied = None
+        self._begin(flying)
+        return None
+
+    def plan_running(self) -> None:
+        """A row for everybody who can have one; after the step in flight, for all but live rows."""
         position = 0
         # In order; whoever is pushed out comes after whoever pushes, and is not planned yet.
         while position < len(self.running):
             sequence = self.running[position]
-            if sequence.guide is not None and not sequence.guide.is_ready:
-                position += 1  # sits this step out, so that others do not wait for its mask
+            if self._sits_out(sequence):
+                position += 1
                 continue
-            start = sequence.folded
+            start = sequence.folded if sequence.is_live else sequence.planned
             if start < sequence.prompt_len:
                 position += self._admit_waiting(ahead_of=sequence)
                 self._plan_prefill(sequence)
-            elif self._verifies and sequence.is_live:
-                self._plan_verify(sequence)
+            elif self._verifies and (sequence.is_live or start == len(sequence.tokens)):
+                self._plan_verify(sequence)  # the token after the last known one may be under way
             elif start + 1 == len(sequence.tokens):
                 self._plan_decode(sequence, start + 1)
             else:
                 self._plan_recompute(sequence)
             position += 1
+
+    def finish(self) -> Scheduled | None:
+        """Let in who waits; the plan, unless there is no row."""
         self._admit_waiting()
-        if not (self._prefill or self._decode or self._verify):
+        if self.building.is_empty:
             return None
-        self._plan_exports()
-        return self._freeze()
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether the next plan would let nobody in, push nobody out and change no order."""
-        if self.turns.is_due:
-            return False
-        for sequence in self.waiting:
-            if self.tiers.holds(sequence):
-                continue
-            if self.leaving or (self.running and self.running[-1].outranked_by(sequence)):
-                return False
-            return sequence is self._blocked or not has_seats(self.ledger, sequence)
-        return True
-
-    def schedule_live(
-        self, sequences: list[Sequence], rows: list[VerifyRow], due: list[int]
-    ) -> Scheduled:
-        """Plan a step of live rows alone, whose slots and pages were taken in order.
-
-        Those of `due` pass a state worth keeping.
-        """
-        self._begin()
-        for sequence in sequences:
-            if sequence.pages_sent < len(sequence.pages):
-                self._send_pages(sequence)
-        self._verify += sequences
-        self._verify_rows += rows
-        self.along.plan_live(self.running, self._verify, self._verify_rows, due)
-        return self._freeze()
+        return self.building.freeze(self.running, self.shared)
 
     def failed(self, scheduled: Scheduled) -> None:
         """The device did not finish a plan, so its poison may not have been spread either."""
-        plan, (slots, pages) = scheduled.plan, self._unsent_poison
-        self._unsent_poison = (slots + plan.poison_slots, pages + plan.poison_pages)
+        self.building.failed(scheduled)
 
     def spare(self, slots: Collection[SlotId], pages: Collection[PageId]) -> None:
-        """A transfer writes these from here on: the poison of when they were freed comes too late.
+        """A transfer writes these from here on. Between steps only."""
+        self.building.spare(slots, pages)
 
-        Between steps only.
-        """
-        freed_slots, freed_pages = self._unsent_poison
-        freed_slots += self.ledger.pool.drain_freed()
-        freed_pages += self.ledger.pages.drain_freed()
-        self._unsent_poison = (
-            tuple(slot for slot in freed_slots if slot not in slots),
-            tuple(page for page in freed_pages if page not in pages),
-        )
-
-    def _begin(self) -> None:
-        self._prefill: list[PrefillRow] = []
-        self._decode: list[Sequence] = []
-        self._decode_rows: list[Row] = []
-        self._due: list[int] = []  # decode rows that overwrite a state worth keeping
-        self._verify: list[Sequence] = []
-        self._verify_rows: list[VerifyRow] = []
-        self._due_verify: list[int] = []
-        self._seat_loads: list[SeatLoad] = []
-        self._page_updates: list[PageUpdate] = []
-        self._fan_outs: list[FanOut] = []
+    def _begin(self, flying: Scheduled | None) -> None:
+        self._is_ahead = flying is not None
+        self._before = {} if flying is None else {row.sequence: row for row in flying.prefill}
+        self._put_overdue_first()
         self._budget = self.ledger.settings.max_prefill_tokens
+        self.building.begin()
 
     # Rows of running sequences.
+
+    def _sits_out(self, sequence: Sequence) -> bool:
+        """Whether a sequence has no row in this step, so that others do not wait for it."""
+        guide = sequence.guide
+        if guide is not None and not guide.is_ready:
+            return True  # its mask is being filled
+        if not self._is_ahead or not sequence.state.in_flight:
+            return False
+        if sequence.is_live:
+            return True  # it has its row already
+        row = self._before.get(sequence)
+        if row is not None and row.fans_out:
+            return True  # its samples have no states of their own before that
+        return len(sequence.tokens) + 1 >= sequence.request.length_limit and (
+            sequence.planned == len(sequence.tokens)
+        )  # its last token is under way
 
     def _plan_decode(self, sequence: Sequence, end: int) -> None:
         if end > len(sequence.pages) * PAGE_SIZE and not self._make_pages(sequence, end):
             return
         slots = self._make_output(sequence)
         if slots is not None:
-            self._add_decode(sequence, end, slots)
+            self.building.add_decode(sequence, end, slots)
 
     def _plan_verify(self, sequence: Sequence) -> None:
-        """All known tokens of a live sequence, then as many drafts as it has room and use for."""
-        end = len(sequence.tokens)
+        """All known tokens of a live sequence, then as many drafts as it has room and use for.
+
+        Of one whose first token is under way, that token, which only the device knows.
+        """
+        building, end = self.building, len(sequence.tokens)
+        start = sequence.folded
+        if sequence.state.in_flight:
+            start, end = end, end + 1
         if end > len(sequence.pages) * PAGE_SIZE and not self._make_pages(sequence, end):
             return
         slots = self._make_output(sequence)
@@ -174,19 +163,19 @@ class Scheduler(Queues):
         state_in, state_out = slots
         if state_in is None:
             raise Broken(f"{sequence.name} is live and has no state")
-        start, num_drafts = sequence.folded, self._num_drafts
+        num_drafts = self._num_drafts
         if end > sequence.calm_until or sequence.guide is not None:
             drafting.take_pages(self.ledger, sequence, end, num_drafts)
             if self.along.passes(start, end):
-                self._due_verify.append(len(self._verify))
+                building.due_verify.append(len(building.verify))
             else:
                 anchor = self.along.next_after(start)
                 sequence.calm_until = drafting.calm_until(sequence, num_drafts, anchor)
             num_drafts = drafting.num_drafts(sequence, end, num_drafts)
         if sequence.pages_sent < len(sequence.pages):
-            self._send_pages(sequence)
-        self._verify.append(sequence)
-        self._verify_rows.append(
+            building.send_pages(sequence)
+        building.verify.append(sequence)
+        building.verify_rows.append(
             VerifyRow(
                 request=sequence.request.spec.request_id,
                 seat=sequence.seat,
@@ -200,24 +189,29 @@ class Scheduler(Queues):
 
     def _plan_recompute(self, sequence: Sequence) -> None:
         """Generated tokens of a preempted sequence, token by token in one row, under the budget."""
-        start, known = sequence.folded, len(sequence.tokens)
+        start, known = sequence.planned, len(sequence.tokens)
         end = min(known, start + max(self._budget, 1))
         self._budget -= end - start
         self._plan_decode(sequence, end)
 
     def _plan_prefill(self, sequence: Sequence) -> None:
-        end = self._first_end(sequence, sequence.folded)
-        if end == sequence.folded or not self._make_pages(sequence, end):
+        end = self._first_end(sequence, sequence.planned)
+        if end == sequence.planned or not self._make_pages(sequence, end):
             return
         slots = self._make_output(sequence)
         if slots is not None:
             self._add_prefill(sequence, end, slots)
 
+    def _add_prefill(self, sequence: Sequence, end: int, slots: Slots) -> None:
+        anchors = self._anchors(sequence, sequence.planned, end)
+        self._budget -= end - sequence.planned
+        self.building.add_prefill(sequence, end, anchors, slots)
+
     def _first_end(self, sequence: Sequence, start: int) -> int:
         """Where a row from `start` ends under what is left of the budget."""
         if start == sequence.prompt_len:  # a resumed prompt, complete: generated tokens follow
             return min(len(sequence.tokens), start + max(self._budget, 1))
-        end = row_end(start, sequence.prompt_len, self._budget, oldest=not self._prefill)
+        end = row_end(start, sequence.prompt_len, self._budget, oldest=not self.building.prefill)
         return split_at(
             self._anchors(sequence, start, end), end, self.ledger.settings.checkpoint_mode
         )
@@ -240,6 +234,16 @@ class Scheduler(Queues):
             evidence_of(sequence, self.shared, settings.checkpoint_budget),
         )
 
+    def _anchors_to_come(self, leader: Sequence, start: int, end: int) -> tuple[Anchor, ...]:
+        """Where a prompt that is being folded will be saved up to `end`.
+
+        A row in flight saves what it was planned to, whatever is known by now.
+        """
+        row = self._before.get(leader)
+        flying = () if row is None else row.saved
+        found = self._anchors(leader, max(start, leader.planned), end)
+        return tuple(anchor for anchor in flying if start < anchor.end <= end) + found
+
     def _make_pages(self, sequence: Sequence, end: int) -> bool:
         """Take the pages of a row: free ones, evicted ones, those of whoever comes later."""
         ledger = self.ledger
@@ -248,14 +252,16 @@ class Scheduler(Queues):
             ledger.evict_pages(wanted)
             if ledger.pages.num_free >= wanted or self._push_out_last(sequence):
                 continue
-            if len(self.running) > 1 or not ledger.forget_prefixes():
+            if self.is_short or len(self.running) > 1 or not ledger.forget_prefixes():
                 return False
         take_pages(ledger, sequence, end)
         return True
 
-    def _make_output(self, sequence: Sequence) -> tuple[SlotId | None, SlotId] | None:
+    def _make_output(self, sequence: Sequence) -> Slots | None:
         """Plan where the next state goes, making room as far as it takes."""
         ledger = self.ledger
+        if sequence.state.in_flight:
+            return self._make_output_ahead(sequence)
         while True:
             try:
                 return sequence.state.plan_output(ledger.pool)
@@ -268,6 +274,30 @@ class Scheduler(Queues):
                 ):
                     return None
 
+    def _make_output_ahead(self, sequence: Sequence) -> Slots | None:
+        """As the row in flight leaves it: in its place, unless that state is to be published."""
+        ledger, state, row = self.ledger, sequence.state, self._before.get(sequence)
+        if row is None or not row.saves_end or not self._publishes(sequence):
+            slot = state.plan_ahead()
+            return slot, slot
+        while not ledger.pool.num_free:
+            if not (ledger.evict_slot() or self.along.give_up_one(reversed(self.running))):
+                self.is_short = True
+                return None
+        return state.plan_ahead(), state.keep_input(ledger.pool)
+
+    def _publishes(self, sequence: Sequence) -> bool:
+        """Whether states of a sequence can be found once they are there."""
+        ledger = self.ledger
+        return sequence.epoch == ledger.epoch and ledger.settings.checkpoint_budget > 0
+
+    def _push_out_last(self, sequence: Sequence) -> bool:
+        """Nobody is pushed out while a step is in flight, but the step after it waits for that."""
+        if self._is_ahead:
+            self.is_short = True
+            return False
+        return super()._push_out_last(sequence)
+
     # Admission.
 
     def _admit_waiting(self, ahead_of: Sequence | None = None) -> int:
@@ -279,7 +309,7 @@ class Scheduler(Queues):
         position = admitted = held = 0
         while position < len(self.waiting) and held < NEW_HOLDS:
             sequence = self.waiting[position]
-            if sequence is self._blocked or (self._prefill and self._budget < PAGE_SIZE):
+            if sequence is self._blocked or (self.building.prefill and self._budget < PAGE_SIZE):
                 break
             if ahead_of is not None and not ahead_of.outranked_by(sequence):
                 break
@@ -309,7 +339,7 @@ class Scheduler(Queues):
             self.waiting.pop(position)
             self.enter(sequence)
             for one in sequence.group:
-                self._seat_loads.append(seat_load(one))
+                self.building.seat_loads.append(seat_load(one))
             slots = (first.state_in, first.state_out)
             if sequence.folded < sequence.prompt_len:
                 self.shared.start(sequence)
@@ -318,7 +348,7 @@ class Scheduler(Queues):
                 self.shared.discard(sequence)
                 self.turns.done(sequence)
                 self._budget -= first.end - sequence.folded
-                self._add_decode(sequence, first.end, slots)
+                self.building.add_decode(sequence, first.end, slots)
         return admitted
 
     def _holds_back(self, sequence: Sequence, start: int) -> bool:
@@ -328,76 +358,3 @@ class Scheduler(Queues):
         if sequence.request.prompt_logprobs is not None:
             return False  # matches nothing
         return self.holds.begin(sequence, start, self._budget)
-
-    # Into the plan.
-
-    def _add_prefill(
-        self, sequence: Sequence, end: int, slots: tuple[SlotId | None, SlotId]
-    ) -> None:
-        anchors = self._anchors(sequence, sequence.folded, end)
-        self._prefill.append(PrefillRow(sequence, end, anchors, slots))
-        self._budget -= end - sequence.folded
-        if end == sequence.prompt_len:
-            for one in sequence.siblings:
-                self._fan_outs.append(fan_out(sequence, one))
-        for one in sequence.group:
-            if self._num_drafts and end == len(sequence.tokens):
-                drafting.take_pages(self.ledger, one, end, self._num_drafts)
-            self._send_pages(one)
-
-    def _add_decode(
-        self, sequence: Sequence, end: int, slots: tuple[SlotId | None, SlotId]
-    ) -> None:
-        start, tokens = sequence.folded, sequence.tokens
-        if self._num_drafts and end == len(tokens):
-            drafting.take_pages(self.ledger, sequence, end, self._num_drafts)
-        if sequence.pages_sent < len(sequence.pages):
-            self._send_pages(sequence)
-        if self.along.passes(start, start + 1):
-            self._due.append(len(self._decode))
-        self._decode.append(sequence)
-        self._decode_rows.append(
-            Row(
-                request=sequence.request.spec.request_id,
-                seat=sequence.seat,
-                start=start,
-                tokens=tuple(tokens[start:end]),
-                state_in=slots[0],
-                state_out=slots[1],
-                emit_seats=sequence.own_seat if end == len(tokens) else (),
-            )
-        )
-
-    def _send_pages(self, sequence: Sequence) -> None:
-        """Tell the device what was added to a seat's page table since it was last told."""
-        first, pages = sequence.pages_sent, sequence.pages
-        if first < len(pages):
-            new = tuple(handle.id for handle in pages[first:])
-            self._page_updates.append(PageUpdate(sequence.seat, first, new))
-            sequence.pages_sent = len(pages)
-
-    def _plan_exports(self) -> None:
-        plan_exports(self.ledger, self._prefill, self.shared)
-        self.along.plan(self.running, self._decode, self._decode_rows, self._due)
-        self.along.plan_live(self.running, self._verify, self._verify_rows, self._due_verify)
-
-    def _freeze(self) -> Scheduled:
-        ledger = self.ledger
-        slots, pages = self._unsent_poison
-        self._unsent_poison = ((), ())
-        slots += ledger.pool.drain_freed()
-        pages += ledger.pages.drain_freed()
-        poison = ledger.settings.debug_poison
-        plan = StepPlan(
-            step=self._step,
-            prefill=tuple(row.freeze() for row in self._prefill),
-            decode=tuple(self._decode_rows),
-            verify=tuple(self._verify_rows),
-            seat_loads=tuple(self._seat_loads),
-            page_updates=tuple(self._page_updates),
-            fan_outs=tuple(self._fan_outs),
-            poison_slots=slots if poison else (),
-            poison_pages=pages if poison else (),
-        )
-        self._step += 1
-        return Scheduled(plan, self._prefill, self._decode, self._verify)

@@ -51,6 +51,7 @@ def snapshot(
         held_seconds=counters.held_seconds,
         drafts=counters.drafts,
         steps_ahead=counters.steps_ahead,
+        steps_waited=dict(counters.steps_waited),
         rows_wasted=counters.rows_wasted,
         draft_tokens=counters.draft_tokens,
         accepted_tokens=counters.accepted_tokens,

@@ -123,6 +123,12 @@ class _EngineCollector(Collector):
             "prefix_hit_tokens", "Cached prompt tokens by anchor hit", "kind", s.prefix_hit_tokens
         )
         yield _counters("holds", "Requests held for a shared prefix, by end", "end", s.holds)
+        yield _counters(
+            "steps_waited",
+            "Forwards planned only after the one before, though a device could run on",
+            "reason",
+            s.steps_waited,
+        )
         yield _gauge("checkpoint_budget", "Slots checkpoints may hold", s.checkpoint_budget)
         yield _counters("requests", "Requests by finish reason", "finish_reason", s.finished)
         for name, text, value in (

@@ -35,10 +35,23 @@ class Crowds(HostTower):
         interval=st.sampled_from([64, 128, 0]),
         checkpoints=st.sampled_from([30, 4, 1]),
         overtakes=st.sampled_from([0, 1, 3, 1000]),
+        ahead=st.booleans(),
+        luck=st.integers(0, 1 << 16),
         crowd=priorities,
     )
     def build(
-        self, num_slots, num_pages, batch, budget, mode, interval, checkpoints, overtakes, crowd
+        self,
+        num_slots,
+        num_pages,
+        batch,
+        budget,
+        mode,
+        interval,
+        checkpoints,
+        overtakes,
+        ahead,
+        luck,
+        crowd,
     ):
         self.numbers = {"max_overtakes": overtakes}
         self.variants = 0
@@ -55,8 +68,8 @@ class Crowds(HostTower):
             caching=True,
             num_drafts=0,
             along=0,
-            ahead=False,
-            luck=0,
+            ahead=ahead,
+            luck=luck,
             first=(),
             wish={},
         )

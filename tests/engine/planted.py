@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from millpond.engine import admission, drafting, scheduler
+from millpond.engine import admission, building, drafting, scheduler
 from millpond.engine.ahead import Ahead
 from millpond.engine.along import AnswerAnchors
 from millpond.engine.commit import Committer
@@ -16,7 +16,7 @@ from millpond.engine.flights import Flights
 from millpond.engine.ledger import Ledger
 from millpond.engine.loop import Engine
 from millpond.engine.outbox import Outbox
-from millpond.engine.planned import PrefillRow, Scheduled
+from millpond.engine.planned import PrefillRow
 from millpond.engine.queues import Queues
 from millpond.engine.request import Request, Sequence
 from millpond.engine.scheduler import Scheduler
@@ -207,14 +207,12 @@ def the_seats_of_siblings_are_forgotten(patch: pytest.MonkeyPatch) -> None:
 
 @breaks("a_full_pool_skips_saving")
 def a_checkpoint_pushes_out_a_running_sequence(patch: pytest.MonkeyPatch) -> None:
-    def faulty(self: Scheduler) -> None:
-        for row in self._prefill:
+    def faulty(ledger: Ledger, rows: Any, shared: Any) -> None:
+        for row in rows:
             for anchor in row.interior:
-                row.exports[anchor.end] = row.sequence.state.plan_export(
-                    self.ledger.pool, anchor.end
-                )
+                row.exports[anchor.end] = row.sequence.state.plan_export(ledger.pool, anchor.end)
 
-    patch.setattr(Scheduler, "_plan_exports", faulty)
+    patch.setattr(building, "plan_exports", faulty)
 
 
 @breaks("admitted_means_it_can_run")
@@ -586,13 +584,15 @@ def what_leaves_is_poisoned_before_its_last_row_has_ended(patch: pytest.MonkeyPa
 
 @breaks("the host tells bounds")
 def the_step_ahead_takes_all_drafts_for_wrong(patch: pytest.MonkeyPatch) -> None:
-    schedule_live = Scheduler.schedule_live
+    plan_live = Ahead._plan_live
 
-    def faulty(self: Scheduler, sequences: Any, rows: Any, due: Any) -> Any:
-        rows = [msgspec.structs.replace(row, pending=0) for row in rows]
-        return schedule_live(self, sequences, rows, due)
+    def faulty(self: Ahead, before: Any) -> Any:
+        staying = plan_live(self, before)
+        rows = self._scheduler.building.verify_rows
+        rows[:] = [msgspec.structs.replace(row, pending=0) for row in rows]
+        return staying
 
-    patch.setattr(Scheduler, "schedule_live", faulty)
+    patch.setattr(Ahead, "_plan_live", faulty)
 
 
 @breaks("a failed step fails the next", in_answers=True)
@@ -600,18 +600,56 @@ def what_went_on_from_a_failed_step_is_kept(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(Flights, "_wreck", lambda self: None)
 
 
-@breaks("live rows alone go ahead")
-def a_step_is_planned_ahead_of_the_last_row_of_a_prompt(patch: pytest.MonkeyPatch) -> None:
-    """Of those that are live beside it, as if it were not there."""
-    plan = Ahead.plan
+@breaks("nothing of a step in flight can be found")
+def a_checkpoint_is_published_before_its_step_has_ended(patch: pytest.MonkeyPatch) -> None:
+    """With what the row before it left."""
+    commit_prefill = Committer._commit_prefill
 
-    def faulty(self: Ahead, before: Any) -> Any:
-        flying = msgspec.structs.replace(before.plan, prefill=(), decode=())
-        running = self._scheduler.running
-        self._scheduler.running = [one for one in running if one in before.verify]
-        try:
-            return plan(self, Scheduled(flying, [], [], before.verify))
-        finally:
-            self._scheduler.running = running
+    def faulty(self: Committer, planned: PrefillRow, *rest: Any) -> None:
+        commit_prefill(self, planned, *rest)
+        sequence, ledger = planned.sequence, self._ledger
+        exports, sequence.state._exports = sequence.state._exports, []
+        for end, lease in exports:  # of the row that follows
+            ledger.pool.record_end(lease, end)
+            sealed = ledger.pool.seal(lease)
+            ledger.publish(sequence, end, sealed, AnchorKind.LADDER)
 
-    patch.setattr(Ahead, "plan", faulty)
+    patch.setattr(Committer, "_commit_prefill", faulty)
+
+
+@breaks("open_means_one_producer_alone")
+def a_state_is_published_that_the_row_in_flight_writes_over(patch: pytest.MonkeyPatch) -> None:
+    def in_place(self: Scheduler, sequence: Sequence) -> Any:
+        slot = sequence.state.plan_ahead()
+        return slot, slot
+
+    def faulty(self: Committer, sequence: Sequence, *, keep: bool) -> Any:
+        current = sequence.state._current
+        if not sequence.state.in_flight or not isinstance(current, ProducerLease):
+            return saved_end(self, sequence, keep=keep)
+        return self._ledger.pool._grant(ReaderLease(current.slot, current.generation, "index"))
+
+    saved_end = Committer._saved_end
+    patch.setattr(Scheduler, "_make_output_ahead", in_place)
+    patch.setattr(Committer, "_saved_end", faulty)
+
+
+@breaks("what is drawn in flight is known to the device alone")
+def the_first_token_is_read_from_the_host_too_early(patch: pytest.MonkeyPatch) -> None:
+    """Before the prompt's last row has ended: what stands there by then is of somebody else."""
+    plan_verify = Scheduler._plan_verify
+
+    def faulty(self: Scheduler, sequence: Sequence) -> None:
+        if not sequence.state.in_flight:
+            plan_verify(self, sequence)
+            return
+        sequence.tokens.append(0)
+        self._plan_decode(sequence, len(sequence.tokens))
+        sequence.tokens.pop()
+
+    patch.setattr(Scheduler, "_plan_verify", faulty)
+
+
+@breaks("samples part when their prompt has ended")
+def the_first_sample_goes_on_while_its_prompt_is_in_flight(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(PrefillRow, "fans_out", False)

@@ -13,7 +13,7 @@ when it is launched, or as late as possible.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
@@ -157,6 +157,7 @@ class SymbolicExecutor:
         self.pages: list[list[int | None]] = [[None] * PAGE_SIZE for _ in range(caps.num_pages)]
         self.seats: dict[int, SymbolicSeat] = {}
         self._is_ahead = False  # the plan that runs
+        self._tables: dict[int, list[int]] = {}  # by seat: its pages, as of the last launch
 
     def close(self) -> None:
         self.closed = True
@@ -252,15 +253,71 @@ class SymbolicExecutor:
         _require(
             len(others) <= self.capabilities.runs_ahead, f"{len(others) + 1} steps are in flight"
         )
+        flying = {seat: tuple(table) for seat, table in self._tables.items()}
+        for load in plan.seat_loads:
+            self._tables[load.seat] = []
+        for update in plan.page_updates:
+            self._tables[update.seat].extend(update.pages)
         for other in others:
-            _require(not other.prefill + other.decode, "ahead of what is not live")
-            _require(not plan.prefill + plan.decode, "a known row ahead of its time")
-            rows = other.prefill + other.decode + other.verify
-            touched = {slot for row in rows for slot in (row.state_in, row.state_out)}
-            touched.update(export.slot for row in rows for export in _exports(row))
+            self._check_rows_follow(plan, other)
+            self._check_nothing_is_reused(plan, other, flying)
+
+    def _check_rows_follow(self, plan: StepPlan, other: StepPlan) -> None:
+        """A row after one in flight goes on where that ends, from what only the device knows."""
+        flying = {row.seat: row for row in other.prefill + other.decode + other.verify}
+        parted = {fan_out.target for fan_out in other.fan_outs}
+        for row in plan.prefill + plan.decode + plan.verify:
+            before = flying.get(row.seat)
+            _require(row.seat not in parted, f"{row.request} goes on before its samples part")
+            if before is None:
+                continue
+            _require(before.request == row.request, f"seat {row.seat} changes hands in flight")
+            _require(row.state_in == before.state_out, f"{row.request} does not follow its row")
+            if isinstance(before, VerifyRow):
+                _require(isinstance(row, VerifyRow), "a live row is followed by known tokens")
+                _require(before.start < row.start <= before.end, f"a row ahead at {row.start}")
+                continue
+            emits, live = bool(before.emit_seats), isinstance(row, VerifyRow)
+            _require(len(before.emit_seats) < 2, f"{row.request} goes on before its samples part")
+            _require(emits == live, f"{row.request} takes a token for known, or known ones for one")
+            _require(row.start == before.end, f"a row ahead at {row.start}, not {before.end}")
+            _require(not (live and row.end > row.start + 1), "drafts before there were any")
+
+    def _check_nothing_is_reused(
+        self, plan: StepPlan, other: StepPlan, tables: Mapping[int, Sequence[int]]
+    ) -> None:
+        """What a row in flight reads and writes is its own until it has ended."""
+        for row in other.prefill + other.decode + other.verify:
+            seats = {row.seat, *(() if isinstance(row, VerifyRow) else row.emit_seats)}
+            loaded = seats & {load.seat for load in plan.seat_loads}
+            _require(not loaded, f"seats {loaded} change hands in flight")
+            written = {row.state_out, *(export.slot for export in _exports(row))}
+            touched = written | {row.state_in}
             _require(not touched & {*plan.poison_slots}, "a slot is poisoned that is in flight")
-            pages = {page for row in rows for page in self.seats[row.seat].table}
-            _require(not pages & {*plan.poison_pages}, "a page is poisoned that is in flight")
+            table, pages = {*tables[row.seat]}, self._pages_written(row, tables)
+            copies = {fan_out.target_page for fan_out in other.fan_outs if fan_out.target in seats}
+            table, pages = table | copies, pages | copies
+            _require(not table & {*plan.poison_pages}, "a page is poisoned that is in flight")
+            for after in plan.prefill + plan.decode + plan.verify:
+                writes = {after.state_out, *(export.slot for export in _exports(after))}
+                if after.seat == row.seat:
+                    writes.discard(row.state_out)
+                    _require(not writes & touched, f"{row.request}: its own slot is reused")
+                    continue
+                _require(not writes & touched, f"slots {writes & touched} are reused in flight")
+                _require(after.state_in not in written, "what is written in flight is read")
+                its, own = {*self._tables[after.seat]}, self._pages_written(after, self._tables)
+                _require(not its & pages, f"pages {its & pages} are written in flight")
+                _require(not table & own, f"pages {table & own} are read in flight")
+
+    def _pages_written(self, row: Row | VerifyRow, tables: Mapping[int, Sequence[int]]) -> set[int]:
+        """Those of the tokens a row folds, and of all drafts before and after."""
+        end = row.end
+        if isinstance(row, VerifyRow):
+            end += row.num_drafts + self.capabilities.num_draft_tokens
+        elif row.emit_seats:
+            end += self.capabilities.num_draft_tokens
+        return {*tables[row.seat][row.start // PAGE_SIZE : -(-end // PAGE_SIZE)]}
 
     def _check_plan(self, plan: StepPlan) -> None:
         rows = plan.prefill + plan.decode + plan.verify
@@ -327,6 +384,11 @@ class SymbolicExecutor:
         *,
         chunk: bool,
     ) -> None:
+        if self._is_ahead and self.seats[row.seat].broken:
+            for slot in (row.state_out, *(export.slot for export in row.exports)):
+                self.slots[slot] = (VOCAB + 1,)
+            emitted += [Emitted(seat=number, token=0) for number in row.emit_seats]
+            return
         seat, state = self._begin(row, before)
         known, prompt_len = seat.history, seat.load.prompt_len
         verifies = seat.drafts or self.capabilities.runs_ahead
