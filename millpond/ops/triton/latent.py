@@ -74,23 +74,25 @@ def paged_mla(
     )  # fmt: skip
     block = max(16, min(power_of_two(heads), choice.lines))
     shape = {
-        "HEADS": heads, "D": dim, "DP": max(16, power_of_two(dim)), "TILE": choice.tile,
-        "PAGE": PAGE, "SIZE": GROUPED, "HEADS_IN_BLOCK": block,
+        "HEADS": heads, "D": dim, "DP": max(16, power_of_two(dim)), "PAGE": PAGE,
+        "SIZE": GROUPED, "HEADS_IN_BLOCK": block,
     }  # fmt: skip
     blocks, first_token = triton.cdiv(heads, block), batch.num_prefill_tokens
     if first_token:
         _prompts[(first_token, blocks)](
-            q_latent, out, *pages, **shape,
+            q_latent, out, *pages, **shape, TILE=PAGE,
             num_warps=choice.chunk_warps, num_stages=choice.chunk_stages, **UNFUSED,
         )  # fmt: skip
     singles = tokens - first_token
     if singles:
-        tiles = num_pages * (PAGE // choice.tile)
+        tiles = num_pages * (PAGE // choice.single_tile)
         splits = min(triton.cdiv(tiles, choice.split_tiles), choice.max_splits)
         stats = torch.empty((singles, splits, heads, 2), dtype=torch.float32, device=out.device)
         parts = stats.new_empty((singles, splits, heads, dim))
         places = (*verify_places(batch), first_token)
-        split = {"SPLIT": choice.split_tiles, "MOST": choice.max_splits}
+        split = {
+            "SPLIT": choice.split_tiles, "MOST": choice.max_splits, "TILE": choice.single_tile,
+        }  # fmt: skip
         _singles[(singles, blocks, splits)](
             q_latent, stats, parts, *places, *pages, splits, **shape, **split,
             num_warps=choice.single_warps, num_stages=choice.single_stages, **UNFUSED,
@@ -99,9 +101,8 @@ def paged_mla(
         join[(singles, heads)](
             stats, parts, out, out, 0, 0, batch.positions, *places, sizes,
             int(selected is not None), splits, num_pages,
-            HEADS=heads, DV=dim, DVP=shape["DP"], TILE=choice.tile, PAGE=PAGE, SIZE=GROUPED,
-            LISTS=True, JOINED=JOINED, GATED=False, **split,
-            num_warps=4, **UNFUSED, **overlap(out.device),
+            HEADS=heads, DV=dim, DVP=shape["DP"], PAGE=PAGE, SIZE=GROUPED, LISTS=True,
+            JOINED=JOINED, GATED=False, **split, num_warps=4, **UNFUSED, **overlap(out.device),
         )  # fmt: skip
     return out
 

@@ -70,13 +70,13 @@ class AttentionChoice:
     single_stages: int
     split_tiles: int = 4  # of a split; twice as many from 8 splits on
     max_splits: int = 64  # beyond, splits are longer
-    tile: int = 64  # positions folded at a time; a page's, or a part of one
+    single_tile: int = 64  # positions that are folded at a time; a page's, or a part of one
 
 
 GQA = AttentionChoice(128, 8, 3, 4, 3)
-MLA = AttentionChoice(64, 8, 7, 8, 7, split_tiles=8, tile=32)
-"""Keys of 256, and latents of 512. These go by half a page, so that four halves fit beside the
-queries: three are on their way while one is folded, and no register is spilled."""
+MLA = AttentionChoice(64, 8, 3, 8, 7, split_tiles=8, single_tile=32)
+"""Keys of 256, and latents of 512. Of these two pages fit beside the queries, or four halves: three
+are on their way while one is folded, which is for single tokens, whose latents come from far."""
 
 FEW_OUTPUTS, OUTPUTS, PAIRS = (
     ThinChoice(8, 512, 4, 4),
