@@ -14,8 +14,12 @@ GPU_WORKERS ?= 4
 ARGS    ?=
 PYTEST  := OMP_NUM_THREADS=1 $(PY) -m pytest
 
+# Tests start processes by the hundred: what one has compiled, the others need not.
+export PYTHONDONTWRITEBYTECODE :=
+
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test clients load-clients check interp gpu machine bench docs soak changes clean
+.PHONY: help setup demo test clients client-environments load-clients check interp gpu machine \
+        bench docs soak changes clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,14 +31,17 @@ $(BIN)/python:
 	$(PYTHON) -m venv $(VENV)
 
 # torch is pinned and installed on its own, so that resolving the rest cannot move it.
-$(VENV)/.installed: pyproject.toml | $(BIN)/python
+$(VENV)/.torch: | $(BIN)/python
 	$(PY) -m pip install --quiet "$(TORCH)"
+	@touch $@
+
+$(VENV)/.installed: pyproject.toml $(VENV)/.torch
 	$(PY) -m pip install --quiet --editable .
 	@touch $@
 
-$(VENV)/.installed-dev: pyproject.toml $(VENV)/.installed
+$(VENV)/.installed-dev: pyproject.toml $(VENV)/.torch
 	$(PY) -m pip install --quiet "$(TORCH)" --editable '.[dev]'
-	@touch $@
+	@touch $(VENV)/.installed $@
 
 # Mooncake's programs want libraries that a plain Debian lacks; the tests start a real store and do not skip.
 MOONCAKE := libibverbs1 libnuma1 libcurl4
@@ -67,6 +74,9 @@ $(VENV)/clients/%/.installed: $(NEEDS)/%.txt
 CLIENTS := $(foreach kit,kit litellm lm-eval,$(VENV)/clients/$(kit)/.installed)
 .SECONDARY: $(CLIENTS)
 
+# Apart from what uses them, so that they can be fetched beside something else.
+client-environments: $(CLIENTS)
+
 clients: $(VENV)/.installed-dev $(CLIENTS) ## programs of others against our server: langchain, litellm, llm, lm-eval, schemathesis
 	$(PYTEST) -n $(WORKERS) --dist worksteal --timeout 400 -m clients tests/front/clients $(ARGS)
 
@@ -81,9 +91,13 @@ $(VENV)/.installed-triton: $(VENV)/.installed-dev
 	$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install --quiet "$(TRITON)"
 	@touch $@
 
+# Where its tests are: to collect the others, too, would take longer than many of these take to run.
+INTERPRETED := tests/ops/triton tests/runtime tests/training
+
 interp: $(VENV)/.installed-triton ## kernel tests under the Triton interpreter
 	@$(PY) tools/lane.py interpreter
-	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist worksteal -m "interpreter and not slow" $(ARGS)
+	TRITON_INTERPRET=1 $(PYTEST) -n $(WORKERS) --dist worksteal -m "interpreter and not slow" \
+	  -o testpaths="$(INTERPRETED)" $(ARGS)
 
 # Workers share the GPU, and what one has compiled; a test may wait for the compiler for minutes, once.
 gpu: $(VENV)/.installed-triton ## tests that need one or more GPUs; GPU_WORKERS=n, ARGS='...' for pytest
@@ -101,7 +115,6 @@ docs: $(VENV)/.installed-dev ## check the links of the documentation and run its
 	$(PY) tools/run_docs.py
 
 soak: $(VENV)/.installed-triton ## tests marked slow: long traffic, many cancels, whole-model sweeps
-	@$(PY) tools/lane.py slow
 	$(PYTEST) --timeout 3600 -m "slow and not interpreter" $(ARGS)
 	TRITON_INTERPRET=1 $(PYTEST) --timeout 3600 -m "slow and interpreter" $(ARGS)
 

@@ -43,6 +43,20 @@ def test_commands_that_a_page_names_exist(page):
     assert named <= make_targets()
 
 
+def test_every_test_of_the_interpreter_lies_where_its_lane_looks():
+    """That lane collects some folders only."""
+    (folders,) = re.findall(r"^INTERPRETED := (.+)$", read("Makefile"), re.MULTILINE)
+    marked = re.compile(r"mark\.interpreter|ops\.triton\.conftest")
+    found = {
+        path.relative_to(ROOT)
+        for path in (ROOT / "tests").rglob("*.py")
+        if marked.search(path.read_text("utf-8"))
+    }
+    assert len(found) > 5
+    for path in found - {Path("tests/test_project.py")}:
+        assert any(path.is_relative_to(folder) for folder in folders.split()), path
+
+
 def test_the_public_names_are_there_and_every_error_is_one_of_them():
     millpond = importlib.import_module("millpond")
     errors = importlib.import_module("millpond.errors")
