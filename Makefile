@@ -91,8 +91,8 @@ $(VENV)/.installed-triton: $(VENV)/.installed-dev
 	$(PY) -c 'import triton' 2>/dev/null || $(PY) -m pip install --quiet "$(TRITON)"
 	@touch $@
 
-# Where its tests are: to collect the others, too, would take longer than many of these take to run.
-INTERPRETED := tests/ops/triton tests/runtime tests/training
+# Where its tests are, the longest first: to collect all the others, too, would take longer than most.
+INTERPRETED := tests/runtime tests/training tests/ops/triton
 
 interp: $(VENV)/.installed-triton ## kernel tests under the Triton interpreter
 	@$(PY) tools/lane.py interpreter

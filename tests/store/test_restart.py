@@ -102,10 +102,12 @@ class Kept:
         return (lambda: None) if name == "close" else getattr(self._store, name)
 
 
-@pytest.fixture(params=["host", "file"])
-def opener(request, tmp_path: Path) -> Callable[[], Backend]:
-    if request.param == "file":
-        return lambda: FileStore(tmp_path / "store", SIZE)
+BACKENDS = ("host", "file")
+
+
+def opener(backend: str, folder: Path) -> Callable[[], Backend]:
+    if backend == "file":
+        return lambda: FileStore(folder / "store", SIZE)
     kept = Kept(HostStore(SIZE))
     return lambda: kept
 
@@ -116,22 +118,33 @@ def staged(arenas: Arenas) -> StagedMemory:
     return StagedMemory(arenas.slots, arenas.pages, batch_bytes=size)
 
 
-@pytest.mark.parametrize("reach", [memory_of, staged])
-@pytest.mark.parametrize("num_drafts", [0, 3])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_warm_hit_from_a_tier_gives_the_bytes_of_a_cold_run(family, num_drafts, reach, opener):
-    truth = Truth()
+# Half of all sixteen ways: any three choices are met in every combination.
+WAYS = [
+    pytest.param(family, drafts, reach, backend, id=f"{backend}-{family}-{drafts}-{reach.__name__}")
+    for i, family in enumerate(FAMILIES)
+    for j, drafts in enumerate((0, 3))
+    for k, reach in enumerate((memory_of, staged))
+    for m, backend in enumerate(BACKENDS)
+    if (i + j + k + m) % 2 == 0
+]
+
+
+@pytest.mark.parametrize(("family", "num_drafts", "reach", "backend"), WAYS)
+def test_a_warm_hit_from_a_tier_gives_the_bytes_of_a_cold_run(
+    family, num_drafts, reach, backend, tmp_path
+):
+    truth, open_store = Truth(), opener(backend, tmp_path)
     numbers = dict(num_drafts=num_drafts, reach=reach)
     cold = Life(family, truth, "cold", None, **numbers)
     text, _ = cold.ask()
     cold.close()
 
-    first = Life(family, truth, "first", opener, **numbers)
+    first = Life(family, truth, "first", open_store, **numbers)
     assert first.ask()[0] == text
     assert first.ask()[1].cached_tokens == 256  # a device hit
     first.close()
 
-    second = Life(family, truth, "second", opener, **numbers)
+    second = Life(family, truth, "second", open_store, **numbers)
     told, outcome = second.ask()
     assert (told, outcome.cached_tokens, outcome.loaded_tokens) == (text, 256, 256)
     told, outcome = second.ask()
@@ -146,8 +159,9 @@ def test_a_warm_hit_from_a_tier_gives_the_bytes_of_a_cold_run(family, num_drafts
     assert truth.num_compared > 10
 
 
-def test_loaded_slots_and_pages_hold_the_very_bytes_that_were_stored(opener):
-    family, truth = next(iter(FAMILIES)), Truth()
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_loaded_slots_and_pages_hold_the_very_bytes_that_were_stored(backend, tmp_path):
+    family, truth, open_store = next(iter(FAMILIES)), Truth(), opener(backend, tmp_path)
 
     def bytes_of(life: Life) -> list[bytes]:
         checkpoint = next(c for c in life.engine._ledger.index.checkpoints() if c.end == 256)
@@ -158,11 +172,11 @@ def test_loaded_slots_and_pages_hold_the_very_bytes_that_were_stored(opener):
             node = node.parent
         return found
 
-    first = Life(family, truth, "first", opener)
+    first = Life(family, truth, "first", open_store)
     first.ask()
     stored = bytes_of(first)
     first.close()
-    second = Life(family, truth, "second", opener)
+    second = Life(family, truth, "second", open_store)
     second.ask()
     assert bytes_of(second) == stored
     second.close()
