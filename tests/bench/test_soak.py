@@ -14,6 +14,7 @@ from bench.engine.traffic import Draw
 from millpond.engine.ledger import Ledger
 from millpond.engine.request import Sequence
 from millpond.plan.step import Launched, StepPlan
+from millpond.runtime.graphs import CallAgain
 
 LONGEST = 256
 
@@ -43,6 +44,43 @@ def wrong(tower: Tower, mode: str = "interior", requests: int = 24) -> dict[str,
 @pytest.mark.parametrize("mode", soak.MODES)
 def test_a_sound_engine_has_nothing_wrong(tower: Tower, mode: str) -> None:
     assert wrong(tower, mode) == {}
+
+
+def test_a_sound_engine_has_nothing_wrong_when_steps_are_replayed_two_in_flight(
+    tower: Tower,
+) -> None:
+    """As on a GPU, whose recordings a CPU calls again."""
+    known, capabilities = tower.worker, tower.worker.capabilities
+    tower.worker = known._like_this(
+        num_slots=capabilities.num_slots,
+        num_pages=capabilities.num_pages,
+        num_seats=capabilities.num_seats,
+        debug_poison=True,
+        runs_ahead=True,
+    )
+    tower.worker.runner.capture(capturer=CallAgain())
+    assert wrong(tower) == {}
+    assert tower.worker.runner.num_replays > 0
+
+
+def test_what_a_file_tells_of_is_not_asked_again(tmp_path: Path) -> None:
+    kinds = ((0, "off"), (0, "interior"), (3, "off"))
+    file = tmp_path / "soak.jsonl"
+    assert soak.to_ask(file, "q4", kinds, 30) == dict.fromkeys(kinds, (10, 0))
+    told = [
+        ("q4", 0, "off", 4),
+        ("q4", 0, "off", 3),
+        ("q4", 0, "interior", 10),
+        ("g8", 3, "off", 9),
+    ]
+    file.write_text(
+        "".join(
+            json.dumps(dict(kind="soak", model=model, drafts=drafts, mode=mode, requests=count))
+            + "\n"
+            for model, drafts, mode, count in told
+        )
+    )
+    assert soak.to_ask(file, "q4", kinds, 30) == {(0, "off"): (3, 2), (3, "off"): (10, 0)}
 
 
 def test_a_saved_state_that_is_not_finite_is_seen(
@@ -104,3 +142,5 @@ def test_the_command_records_every_mode(tmp_path: Path) -> None:
         ("tower", None),
         *(("soak", mode) for mode in soak.MODES),
     ]
+    assert soak.main([*arguments.split(), "--out", str(file)]) == 0
+    assert len(file.read_text().splitlines()) == len(kinds)  # there is nothing left to ask
