@@ -102,14 +102,19 @@ def test_a_mixed_batch_gives_each_row_what_it_gets_alone(tiny: Tiny) -> None:
 
 
 def test_greedy_text_equals_transformers_over_200_steps(tiny: Tiny) -> None:
-    """One teacher-forced run tells what transformers would have chosen at every step."""
+    """One teacher-forced run tells what transformers would have chosen at every step.
+
+    Logits agree within a tolerance: who leads by less than twice that may be second elsewhere.
+    """
     bench, ids = tiny.bench(), random_ids(100, 5)
     (logits,) = bench.logits([bench.row(0, 0, ids, None, 0)])
     for _ in range(200):
         ids.append(int(logits[-1].argmax()))
         (logits,) = bench.logits(decode=[bench.row(0, len(ids) - 1, ids[-1:], 0, 0)])
-    chosen = tiny.reference(ids[:-1])[99:].argmax(-1)
-    assert chosen.tolist() == ids[100:]
+    rated = tiny.reference(ids[:-1])[99:]
+    behind = rated.amax(-1) - rated[range(200), ids[100:]]
+    assert behind.max() <= 2 * TOLERANCE
+    assert (behind == 0).sum() > 190
     assert len(set(ids[100:])) > 10, "the text repeats itself and proves little"
 
 
