@@ -104,6 +104,7 @@ class PytorchEngineConfig(Strict):
     decode_checkpoint_interval: int | None = Field(default=None, ge=0)
     hold_and_join: bool = True
     max_overtakes: int = Field(default=64, ge=0)
+    watchdog_timeout: float = Field(default=300.0, ge=0)
     kda_prefill_backend: Literal["auto", "torch", "triton", "fla", "flash_kda"] = "auto"
     debug_audit: bool = False
     debug_poison: bool = False
@@ -172,6 +173,7 @@ class Resolved:
     decode_checkpoint_interval: int  # 0: none along an answer
     hold_and_join: bool
     max_overtakes: int
+    watchdog_timeout: float  # seconds, 0: none
     num_draft_tokens: int
     cache_budget: int  # bytes that slots, pages and seats may take
     cache_bytes: int  # bytes that they take
@@ -298,6 +300,7 @@ def resolve(
         decode_checkpoint_interval=(save if along is None else along) if caching else 0,
         hold_and_join=config.hold_and_join,
         max_overtakes=config.max_overtakes,
+        watchdog_timeout=config.watchdog_timeout,
         num_draft_tokens=num_drafts(speculative),
         cache_budget=sizes.budget,
         cache_bytes=sizes.bytes(),

@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from millpond.engine.planned import Scheduled
 from millpond.errors import StepFailed
-from millpond.plan.step import Executor, Launched, StepResult
+from millpond.plan.step import Launched, SeatMask, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
+
+
+class Launcher(Protocol):
+    """What a step is handed to."""
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """As an executor does it."""
 
 
 class Flight(NamedTuple):
@@ -39,7 +46,7 @@ class Landed(NamedTuple):
 class Flights:
     """Launches steps and waits for them, one after the other. `clock` is in seconds."""
 
-    def __init__(self, executor: Executor, clock: Callable[[], float]) -> None:
+    def __init__(self, executor: Launcher, clock: Callable[[], float]) -> None:
         self._executor = executor
         self._clock = clock
         self._flights: list[Flight] = []
@@ -57,6 +64,10 @@ class Flights:
         """Hand a plan to the device."""
         began = self._clock()
         self._flights.append(Flight(scheduled, self._executor.launch(scheduled.plan), began))
+
+    def draw(self, masks: tuple[SeatMask, ...]) -> None:
+        """Tell the older step what its seats may draw."""
+        self._flights[0].launched.draw(masks)
 
     def land(self) -> Landed:
         """Wait for the older step."""

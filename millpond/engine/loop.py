@@ -30,6 +30,7 @@ from millpond.engine.snapshot import snapshot
 from millpond.engine.stream import RequestStream
 from millpond.engine.tiers import Store, Tiers
 from millpond.engine.types import EngineRequest, EngineStats
+from millpond.engine.watchdog import Watchdog
 from millpond.errors import Rejected, Unavailable
 from millpond.plan.counts import counts_of
 from millpond.plan.step import Executor
@@ -38,6 +39,9 @@ from millpond.store.jobs import Job, Report
 __all__ = ["Engine", "EngineSettings", "RequestStream"]
 
 logger = logging.getLogger(__name__)
+
+FAREWELL = 5.0
+"""Seconds that a step which was given up may still take to end."""
 
 
 class Engine:
@@ -70,7 +74,9 @@ class Engine:
         self._outbox = Outbox(self._ledger.counters, self._forget, sink)
         self._committer = Committer(self._ledger, self._scheduler, self._outbox)
         self._ahead = Ahead(self._scheduler, self.capabilities)
-        self._flights = Flights(executor, clock)
+        limit = settings.watchdog_seconds
+        self._watchdog = Watchdog(executor, limit, self._give_up) if limit > 0 else None
+        self._flights = Flights(self._watchdog or executor, clock)
         self._tiers: Tiers | None = None
         if store is not None:
             self._tiers = Tiers(self._ledger, self._scheduler, self.capabilities, store, clock)
@@ -189,6 +195,8 @@ class Engine:
                 raise RuntimeError("an engine is started once")
             self._thread = threading.Thread(target=self._run, name="millpond-engine", daemon=True)
         self._thread.start()
+        if self._watchdog is not None:
+            self._watchdog.start()
 
     def close(self, drain: bool = True, timeout: float | None = None) -> None:
         """Take no more requests and finish those accepted (`drain`, for `timeout` seconds at most).
@@ -217,7 +225,15 @@ class Engine:
             if not already:
                 self._shut()
         elif thread is not threading.current_thread():
-            thread.join()
+            self._join(thread)
+
+    def _join(self, thread: threading.Thread) -> None:
+        """Wait for the engine's thread, but not for a step that was given up."""
+        while thread.is_alive() and not (self._watchdog is not None and self._watchdog.tripped):
+            thread.join(FAREWELL)
+        thread.join(FAREWELL)
+        if thread.is_alive():
+            logger.error("a step that does not end is left to itself, and its device with it")
 
     def _refuse_to_wait_for_itself(self, drain: bool) -> None:
         here = threading.current_thread()
@@ -296,8 +312,7 @@ class Engine:
     def _schedule_ahead(self) -> Scheduled | None:
         """Plan the step after the one in flight, if that need not end first."""
         self._end_misguided()
-        flying = self._flights.scheduled[0]
-        return self._ahead.plan(flying, masked=self._guidance.draws(flying))
+        return self._ahead.plan(self._flights.scheduled[0], guided=not self._guidance.is_idle)
 
     def _launch(self, scheduled: Scheduled | None) -> bool:
         """Hand a plan to the device; False when there is none."""
@@ -315,6 +330,9 @@ class Engine:
     def _land(self) -> None:
         """Wait for the older step in flight, and commit it."""
         landed = self._flights.land()
+        if self._failure is not None:  # it was given up, and all streams have ended
+            self._scheduler.abandon()
+            return
         # What was asked during the forward counts before anything of it is published.
         self._read_inbox()
         if landed.result is None:
@@ -324,6 +342,9 @@ class Engine:
             self._committer.apply(landed.scheduled, landed.result)
             self._guidance.begin(landed.result.drafts)
         self._end_aborted()
+        for flying in self._flights.scheduled:
+            if flying.plan.draws_later:
+                self._flights.draw(self._guidance.masks(flying))
         if landed.error is not None:
             self._die(landed.error)
         self._audit()
@@ -388,17 +409,29 @@ class Engine:
         self._outbox.flush()
         self._guidance.close()
         self._executor.close()
+        if self._watchdog is not None:
+            self._watchdog.stop()
+
+    def _give_up(self, why: str) -> None:
+        """A step does not end: end every stream. The engine's own thread waits meanwhile."""
+        with self._changed:
+            self._failure = why
+        self._end_streams()
+        self._outbox.flush()
 
     def _die(self, error: Exception) -> None:
         """End every stream; nothing is accepted from here on."""
         with self._changed:
-            self._failure = f"{type(error).__name__}: {error}"
+            self._failure = self._failure or f"{type(error).__name__}: {error}"
         self._flights.abandon()
+        self._end_streams()
+        self._scheduler.abandon()
+
+    def _end_streams(self) -> None:
         self._read_inbox()
         for request in self._left():
             for sequence in request.samples:
                 self._outbox.end(sequence, "error", f"the engine has failed: {self._failure}")
-        self._scheduler.abandon()
 
     def _left(self) -> list[Request]:
         with self._changed:

@@ -22,6 +22,7 @@ class EngineSettings:
     so is `decode_checkpoint_interval`, of checkpoints along an answer (0: none). With
     `hold_and_join` a request waits for another that computes the beginning they share. A request
     sees at most `max_overtakes` admissions more than there were requests before it in the queue.
+    A step that takes more than `watchdog_seconds` ends the engine and every stream (0: none does).
     `debug_audit` checks every invariant after every step, `debug_poison` has freed slots and pages
     overwritten.
     """
@@ -38,6 +39,7 @@ class EngineSettings:
     eviction_policy: EvictionPolicy = "value"
     hold_and_join: bool = True
     max_overtakes: int = 64
+    watchdog_seconds: float = 300.0
     eos_token_ids: tuple[int, ...] = ()
     debug_audit: bool = False
     debug_poison: bool = False

@@ -198,6 +198,7 @@ def _settings(planned: Planned) -> EngineSettings:
         checkpoint_budget=resolved.checkpoint_budget,
         hold_and_join=resolved.hold_and_join,
         max_overtakes=resolved.max_overtakes,
+        watchdog_seconds=resolved.watchdog_timeout,
         eos_token_ids=planned.eos_token_ids,
         debug_audit=resolved.debug_audit,
         debug_poison=resolved.debug_poison,

@@ -49,6 +49,7 @@ HELP = {
     "decode_checkpoint_interval": "tokens between checkpoints along an answer; 0 is none",
     "hold_and_join": "let a request wait for another that computes the beginning they share",
     "max_overtakes": "requests of higher priority that may overtake a waiting one",
+    "watchdog_timeout": "seconds after which a step that has not ended is given up; 0 is never",
     "kda_prefill_backend": "kernels of the chunked recurrence",
     "debug_audit": "check every invariant after every step",
     "debug_poison": "fill what is freed with NaN",

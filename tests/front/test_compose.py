@@ -29,6 +29,7 @@ CONFIG = PytorchEngineConfig(
     device="cpu", max_batch_size=3, session_len=1024, num_kv_pages=40, max_prefill_token_num=192,
     prefix_cache_state_budget=5, prefill_save_alignment=128, checkpoint_mode="split",
     checkpoint_interval=256, decode_checkpoint_interval=192, hold_and_join=False, max_overtakes=7,
+    watchdog_timeout=9.0,
     debug_audit=True, debug_poison=True,
 )  # fmt: skip
 """Nothing in it is a default."""
@@ -60,6 +61,7 @@ def test_every_setting_of_the_engine_is_the_one_that_was_asked_for(start):
         checkpoint_budget=5,
         hold_and_join=False,
         max_overtakes=7,
+        watchdog_seconds=9.0,
         eos_token_ids=(2012, 2019, 2021),
         debug_audit=True,
         debug_poison=True,

@@ -70,6 +70,7 @@ def _open(
         max_prefill_tokens=resolved.max_prefill_tokens,
         session_len=resolved.session_len,
         checkpoint_budget=resolved.checkpoint_budget,
+        watchdog_seconds=resolved.watchdog_timeout,
         debug_audit=resolved.debug_audit,
     )
     grammars = Grammars(locate(start.model) / "tokenizer.json", VOCAB)

@@ -66,6 +66,32 @@ def test_a_server_that_is_killed_takes_its_engine_along_and_leaves_no_files(serv
     wait_for(lambda: not folder.exists())
 
 
+def test_a_step_that_never_ends_is_told_to_everybody_and_ends_the_server(serve):
+    """The device hangs: requests get an answer, and whoever looks after the server its reason."""
+    served = serve("open_stuck", "--watchdog-timeout", "1")
+    with ThreadPoolExecutor() as pool:
+        asked = [
+            pool.submit(httpx.post, served.url + COMPLETE, json=LONG, timeout=50) for _ in range(3)
+        ]
+        replies = [reply.result() for reply in asked]
+    seen = [httpx.get(served.url + "/health", timeout=30)]
+    wait_for(
+        lambda: (
+            seen[0].status_code == 503
+            or seen.insert(0, httpx.get(served.url + "/health", timeout=30))
+        )
+    )
+    health = seen[0]
+    for reply in replies:
+        assert reply.status_code >= 500
+        assert "has not ended after" in reply.json()["error"]["message"]
+    assert health.status_code == 503
+    assert "has not ended after" in health.json()["error"]
+    status, err = served.end()
+    assert status == 1
+    assert "millpond-engine: " in err
+
+
 def test_requests_are_told_of_in_the_log_where_that_is_asked_for(serve):
     for level, flags, count in (("INFO", (), 0), ("WARNING", ("--enable-log-requests",), 2)):
         served = serve("open_quick", *flags, "--log-level", level)
