@@ -22,7 +22,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from functools import partial
 from itertools import islice, zip_longest
@@ -53,7 +53,8 @@ What this does not show: a whole model's step (other ops, launches between them)
 batches of mixed lengths, states colder than a benchmark's. fla-core's functions are timed without
 the copies of states out of slots and back that they need. One machine, one run."""
 
-Make = Callable[[], Case]
+Make = partial[Case]
+"""How to make a case; its first argument is a shape."""
 
 
 def built(
@@ -178,6 +179,11 @@ def measured(
     return times
 
 
+def called(make: Make) -> str:
+    """A case that need not be there."""
+    return f"{make.args[0].name} {make.func.__name__}"
+
+
 def measure(
     makes: Sequence[Make],
     dtype: torch.dtype,
@@ -196,10 +202,10 @@ def measure(
             with at_most(min(chosen.each, left)):
                 times = measured(make, dtype, rates, table, chosen.peer)
         except TooLongError:
-            print(f"ops: case {done + 1} of {len(makes)} took too long: {make}", flush=True)
+            print(f"ops: {called(make)}, case {done + 1}, took too long", flush=True)
             continue
         except (RuntimeError, triton.TritonError) as error:
-            why = f"case {done + 1} of {len(makes)}: {type(error).__name__}: {error}"
+            why = f"{called(make)}, case {done + 1}: {type(error).__name__}: {error}"
             table.wrong.append(why)
             print(f"ops: {why}", flush=True)
             continue
