@@ -40,7 +40,7 @@ class ChunkChoice:
     warps: int = 4
     stages: int = 3
     prepare_warps: int = 4
-    prepare_registers: int | None = None  # at most so many a thread: more programs at a time
+    head_registers: int | None = 168  # a thread, decay by head: three programs at a time, no spills
 
 
 @dataclass(frozen=True, slots=True)

@@ -93,7 +93,8 @@ def delta_prefill(
         **shape, BOUNDED=bound is not None, EPS=NORM_EPS,
         PART=part, RUN=max(part // (8 * choice.prepare_warps), 1), STAGES=1, SOLVED=16,
         AROUND_MIDDLE=by_channel and narrow and bound is not None and bound >= LOWEST_AROUND_MIDDLE,
-        num_warps=choice.prepare_warps, maxnreg=choice.prepare_registers, **LAUNCH,
+        num_warps=choice.prepare_warps,
+        maxnreg=choice.head_registers if narrow and not by_channel else None, **LAUNCH,
     )  # fmt: skip
     values = max(min(choice.values, power_of_two(v_dim)), SMALLEST_TILE)
     _recur[(triton.cdiv(v_dim, values), heads, count)](
