@@ -15,7 +15,7 @@ from itertools import pairwise
 import torch
 
 from millpond.plan.counts import DeviceCounts, counts_of
-from millpond.plan.step import Capabilities, Executor, Launched, StepPlan, StepResult
+from millpond.plan.step import Capabilities, Executor, Launched, SeatMask, StepPlan, StepResult
 
 Mark = torch.cuda.Event | float
 """A moment: an event of the stream, or on a CPU the clock in seconds."""
@@ -156,6 +156,10 @@ class _Collected:
     def __init__(self, launched: Launched, log: StepLog) -> None:
         self._launched = launched
         self._log = log
+
+    def draw(self, masks: tuple[SeatMask, ...]) -> None:
+        """As the other executor's step does."""
+        self._launched.draw(masks)
 
     def result(self) -> StepResult:
         """What the step did."""
