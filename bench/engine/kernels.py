@@ -60,20 +60,16 @@ OTHER = "copies, elementwise"
 
 @cache
 def modules() -> Mapping[str, str]:
-    """By the name of each kernel of ours, its module; of several, one that launches it."""
-    made: dict[str, list[str]] = {}
-    launched: dict[str, list[str]] = {}
-    for file in sorted(Path(millpond.__file__).parent.glob("ops/triton/*.py")):
-        tree = ast.parse(file.read_text("utf-8"))
-        for each in ast.walk(tree):
-            if isinstance(each, ast.FunctionDef) and each.decorator_list:
-                made.setdefault(each.name, []).append(file.stem)
-            if isinstance(each, ast.Subscript) and isinstance(each.value, ast.Name):
-                launched.setdefault(each.value.id, []).append(file.stem)  # kernel[grid](...)
+    """By the name of each kernel of ours, its module.
+
+    Kernels are made by a decorator of ours; what they call is `triton.jit` itself.
+    """
     return {
-        name: next((module for module in homes if module in launched[name]), homes[0])
-        for name, homes in made.items()
-        if name in launched
+        each.name: file.stem
+        for file in sorted(Path(millpond.__file__).parent.glob("ops/triton/*.py"))
+        for each in ast.parse(file.read_text("utf-8")).body
+        if isinstance(each, ast.FunctionDef)
+        and any(isinstance(d, ast.Name) and d.id != "cache" for d in each.decorator_list)
     }
 
 
