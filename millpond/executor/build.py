@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from millpond.config import Resolved
@@ -22,6 +22,9 @@ from millpond.runtime.worker import Loaded, Worker, load_weights
 from millpond.units import human
 
 log = logging.getLogger(__name__)
+
+TRIES = 3
+"""Splits of a device's memory, each with more left for graphs, until these fit."""
 
 Resize = Callable[[int], Resolved]
 """The numbers anew, for so many bytes that slots, pages and seats may share. Raises `Refused`."""
@@ -101,16 +104,39 @@ def bring_up(
     on_phase("profiling")
     peaks = spare.measure(resolved.num_seats, resolved.max_prefill_tokens, meter)
     del spare
+    on_phase("capture")
+    worker, resolved, graphs = _own(loaded, resolved, peaks, meter, resize)
+    peaks = replace(peaks, graphs=graphs)
+    log.info("%s", split_line(loaded, resolved, worker, peaks, meter.free()))
+    COMPILATIONS.ready()
+    return Built(UniExecutor(worker), resolved)
+
+
+def _own(
+    loaded: Loaded,
+    resolved: Resolved,
+    peaks: Peaks,
+    meter: Meter,
+    resize: Resize | None,
+    tries: int = TRIES,
+) -> tuple[Worker, Resolved, int]:
+    """A worker with its graphs, its numbers, and the bytes that the graphs take."""
     if resize is not None:
         resolved = resize(peaks.left(meter.free()))
     with fitting(f"{human(resolved.cache_bytes)} of slots, pages and seats", meter):
         worker = _worker(loaded, resolved)
-    on_phase("capture")
-    with CountBar("capture") as bar, fitting("memory for graphs", meter):
-        worker.capture(bar)
-    log.info("%s", split_line(loaded, resolved, worker, peaks, meter.free()))
-    COMPILATIONS.ready()
-    return Built(UniExecutor(worker), resolved)
+    before = meter.free()
+    try:
+        with CountBar("capture") as bar, fitting("memory for graphs", meter):
+            worker.capture(bar)
+        return worker, resolved, max(0, before - meter.free())
+    except Refused:
+        if resize is None or tries == 1:
+            raise
+    del worker  # and with it what it holds
+    peaks = peaks.with_more_for_graphs()
+    log.warning("graphs take more than was measured: %s are left for them", human(peaks.graphs))
+    return _own(loaded, resolved, peaks, meter, resize, tries - 1)
 
 
 def split_line(loaded: Loaded, resolved: Resolved, worker: Worker, peaks: Peaks, free: int) -> str:

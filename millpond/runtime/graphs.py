@@ -89,6 +89,11 @@ class CallAgain:
         return 0
 
 
+def capturer_of(device: torch.device) -> Capturer | None:
+    """What records on a device; None where nothing can be recorded."""
+    return CudaCapturer(device) if device.type == "cuda" else None
+
+
 class CudaCapturer:
     """CUDA graphs that share one pool of memory: what one of them leaves, the next one may use.
 

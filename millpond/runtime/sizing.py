@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import torch
 
 from millpond.errors import Refused, StepFailed
 from millpond.plan.step import Capabilities, StepPlan
-from millpond.runtime.warmup import largest, steady
+from millpond.runtime.graphs import Capturer, Recorded, Tensors, num_graphs, reach_sizes
+from millpond.runtime.warmup import largest
 from millpond.units import MIB, human
 
-GRAPH_BYTES = 12 * MIB
-"""What one captured graph takes beside its tensors. Not measured yet."""
+LUMP = 32 * MIB
+"""In which drivers take memory at most."""
+
+TRIED_SIZES = 3
+"""Numbers of rows, the largest first, of which graphs are captured to see what they take."""
 
 Run = Callable[[StepPlan], object]
 
@@ -74,33 +78,84 @@ def _give_back() -> None:
     torch.cuda.empty_cache()
 
 
+LEAST_MORE = 64 * MIB
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peaks:
     """Bytes that steps take at most beside weights, slots, pages and seats."""
 
     activations: int  # of the largest step
-    graphs: int  # of the graphs of steady steps, whose tensors stay
+    graphs: int  # of all graphs of steady steps: their tensors, and what the driver needs
+
+    def with_more_for_graphs(self) -> Peaks:
+        """Half as much again, and no less than `LEAST_MORE`: what was measured did not do."""
+        return replace(self, graphs=self.graphs + max(self.graphs // 2, LEAST_MORE))
 
     def left(self, free: int) -> int:
         """Of `free` bytes, what slots, pages and seats may share."""
         return max(0, free - self.activations - self.graphs)
 
 
-def measure(
-    run: Run, c: Capabilities, prefill_tokens: int, meter: Meter, *, num_graphs: int = 0
-) -> Peaks:
+def activation_bytes(run: Run, c: Capabilities, prefill_tokens: int, meter: Meter) -> int:
     """Run the largest steps on memory of their own, that of `c`, and see what they take.
 
-    `num_graphs` will be captured of steady steps; they share their tensors. Raises `Refused` when
-    even one step does not fit.
+    Raises `Refused` when even one step does not fit.
     """
     what = f"{prefill_tokens} prompt tokens and {c.num_seats} running requests"
-    activations = _peak(run, largest(c, prefill_tokens), meter, what)
-    graphs = 0
-    if num_graphs:
-        graphs = _peak(run, steady(c), meter, f"{c.num_seats} running requests")
-        graphs += num_graphs * GRAPH_BYTES
-    return Peaks(activations=activations, graphs=graphs)
+    return _peak(run, largest(c, prefill_tokens), meter, what)
+
+
+def graph_bytes(
+    capture: Callable[[Capturer], object],
+    capturer: Capturer,
+    meter: Meter,
+    *,
+    rows: int,
+    pages: int,
+) -> int:
+    """What all graphs for up to so many rows, of up to so many pages each, will take.
+
+    `capture` records them one after the other, the largest first; it is broken off after a few.
+    Later ones take no more than those: they share the tensors of the largest, and what is their own
+    is that of fewer rows. What was seen may have come out of a lump that was there before, and what
+    comes may begin another one: so one is added to both. Raises `Refused` when not even these fit.
+    """
+    size = 2 * len(reach_sizes(pages))  # recordings for one number of rows
+    trial = _Trial(capturer, meter, TRIED_SIZES * size)
+    with fitting(f"memory for graphs of {rows} running requests", meter), suppress(_Enough):
+        capture(trial)
+    later = trial.took[size:]
+    left = num_graphs(rows, pages) - len(trial.took)
+    if left <= 0 or not later:
+        return sum(trial.took)
+    each = -(-(sum(later) + LUMP) // len(later))
+    return sum(trial.took) + left * each + LUMP
+
+
+class _Enough(Exception):
+    """So many graphs were captured as tell what all of them take."""
+
+
+class _Trial:
+    """Records so many graphs, and sees what each takes of the device."""
+
+    def __init__(self, capturer: Capturer, meter: Meter, most: int) -> None:
+        self._capturer, self._meter, self._most = capturer, meter, most
+        self.took: list[int] = []
+
+    def capture(self, work: Callable[[], Tensors]) -> Recorded:
+        """Raises `_Enough` where one more would tell nothing new."""
+        if len(self.took) == self._most:
+            raise _Enough
+        before = self._meter.free()
+        recorded = self._capturer.capture(work)
+        self.took.append(max(0, before - self._meter.free()))
+        return recorded
+
+    def reserved_bytes(self) -> int:
+        """Of the device."""
+        return self._capturer.reserved_bytes()
 
 
 def _peak(run: Run, plans: Iterator[StepPlan], meter: Meter, what: str) -> int:
@@ -112,14 +167,21 @@ def _peak(run: Run, plans: Iterator[StepPlan], meter: Meter, what: str) -> int:
     return max(0, meter.peak() - before)
 
 
+def ran_out(error: BaseException) -> bool:
+    """Whether memory ran out; a recording that is broken off by that fails once more for it."""
+    at: BaseException | None = error
+    while at is not None and not isinstance(at, torch.OutOfMemoryError):
+        at = at.__cause__ or at.__context__
+    return at is not None
+
+
 @contextmanager
 def fitting(what: str, meter: Meter) -> Iterator[None]:
     """`Refused`, saying that `what` does not fit, where memory runs out within."""
     try:
         yield
-    except (torch.OutOfMemoryError, StepFailed) as error:
-        cause = error.__cause__ if isinstance(error, StepFailed) else error
-        if not isinstance(cause, torch.OutOfMemoryError):
+    except (RuntimeError, StepFailed) as error:
+        if not ran_out(error):
             raise
         raise Refused(
             f"{what} does not fit beside what the GPU holds, {human(meter.free())} are free: lower"

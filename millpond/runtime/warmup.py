@@ -124,19 +124,6 @@ def largest(c: Capabilities, prefill_tokens: int) -> Iterator[StepPlan]:
     yield plans.step(prefill=short, masks=plans.masks(seats, ()))
 
 
-def steady(c: Capabilities) -> Iterator[StepPlan]:
-    """Two steps; the second is the largest in which nothing begins and no row asks for more."""
-    plans = _Plans(c)
-    last, seats = plans.last, plans.all_seats
-    rows = tuple(plans.row(seat, last - 1, 1, NO_SLOT) for seat in seats)
-    loads, tables = plans.loads(seats, NOISY), plans.tables(seats)
-    yield plans.step(decode=rows, seat_loads=loads, page_updates=tables)
-    if plans.is_live:
-        yield plans.step(verify=plans.verify(seats, last, NO_SLOT))
-    else:
-        yield plans.step(decode=tuple(plans.row(seat, last, 1, NO_SLOT) for seat in seats))
-
-
 @dataclass(slots=True)
 class _Plans:
     """Makes plans whose rows all look at the same few pages."""

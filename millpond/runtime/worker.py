@@ -29,13 +29,13 @@ from millpond.plan.step import PAGE_SIZE, Capabilities, Launched, StepPlan, Step
 from millpond.runtime.checks import check_drafts, check_weights, delta_backend
 from millpond.runtime.compiled import COMPILATIONS
 from millpond.runtime.compiling import compiling
-from millpond.runtime.graphs import num_graphs
+from millpond.runtime.graphs import capturer_of
 from millpond.runtime.place import Place, choose_device, choose_dtype, place_of
 from millpond.runtime.propose import DraftModel
 from millpond.runtime.reach import made, memory_of
 from millpond.runtime.runner import ModelRunner
 from millpond.runtime.seats import SeatSampling
-from millpond.runtime.sizing import Meter, Peaks, measure
+from millpond.runtime.sizing import Meter, Peaks, activation_bytes, graph_bytes
 from millpond.runtime.verify import Verifier
 from millpond.runtime.warmup import PAGES, SEATS, SLOTS, every_kind, few_kinds
 from millpond.store.memory import RankMemory
@@ -171,19 +171,24 @@ class Worker:
         progress(len(plans), len(plans))
 
     def measure(self, num_seats: int, prefill_tokens: int, meter: Meter) -> Peaks:
-        """What the largest steps of so many seats take, over what is there.
+        """What the largest steps of so many seats take, over what is there, and their graphs.
 
         `prefill_tokens`: the most that one step folds of prompts. Raises `Refused`.
         """
         c = msgspec.structs.replace(self.capabilities, num_seats=num_seats)
-        graphs = num_graphs(c.num_seats, -(-c.max_position // PAGE_SIZE)) if c.runs_ahead else 0
+        pages = -(-c.max_position // PAGE_SIZE)
         with self._place():
-            return measure(self.execute, c, prefill_tokens, meter, num_graphs=graphs)
+            activations = activation_bytes(self.execute, c, prefill_tokens, meter)
+            graphs, capturer = 0, capturer_of(self.device)
+            if capturer is not None:
+                record = partial(self.runner.capture, None)
+                graphs = graph_bytes(record, capturer, meter, rows=num_seats, pages=pages)
+        return Peaks(activations=activations, graphs=graphs)
 
     def capture(self, progress: Progress = ignore) -> None:
         """Record the steady steps of a GPU as graphs; elsewhere there is nothing to record."""
         with self._place():
-            self.runner.capture(progress)
+            self.runner.capture(progress, capturer_of(self.device))
 
     def counts(self) -> DeviceCounts:
         """Kernels and graphs."""

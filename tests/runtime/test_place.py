@@ -98,13 +98,14 @@ def looked_at(there: There, work: Callable[[], object]) -> list[str]:
     return elsewhere.found
 
 
-def test_loading_warming_up_and_recording_are_at_the_named_device(there: There) -> None:
+def test_loading_warming_up_and_recording_are_at_the_named_device(
+    there: There, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(worker, "capturer_of", lambda device: CallAgain())
     made: list[Worker] = []
     assert looked_at(there, lambda: made.append(small(num_seats=2, debug_poison=True))) == []
     assert set(there.of) == {torch.device("cpu")}
     (rank,) = made
-    record = rank.runner.capture
-    rank.runner.capture = lambda progress: record(progress, CallAgain())  # type: ignore[method-assign, assignment, misc]
     assert looked_at(there, rank.warm_up) == []
     assert rank.runner.num_captures
 
@@ -132,7 +133,7 @@ def test_memory_for_a_store_and_measuring_are_there(
     rank = small()
     seen: list[bool] = []
     monkeypatch.setattr(worker, "memory_of", lambda *_: seen.append(there.current))
-    monkeypatch.setattr(worker, "measure", lambda *_, **__: seen.append(there.current))
+    monkeypatch.setattr(worker, "activation_bytes", lambda *_: seen.append(there.current) or 0)
     rank.memory()
     rank.measure(2, 64, None)  # type: ignore[arg-type]
     assert seen == [True, True]

@@ -15,7 +15,8 @@ from millpond.errors import Refused, StepFailed
 from millpond.executor.build import bring_up
 from millpond.models.base import describe
 from millpond.plan.step import Capabilities, StepPlan
-from millpond.runtime.sizing import GRAPH_BYTES, Peaks, fitting, measure
+from millpond.runtime.graphs import Recorded, bucket_sizes, num_graphs, reach_sizes
+from millpond.runtime.sizing import TRIED_SIZES, Peaks, activation_bytes, fitting, graph_bytes
 from millpond.runtime.worker import Loaded, Worker, load_weights, model_facts
 from millpond.units import MIB
 
@@ -51,22 +52,88 @@ class Meter:
         return self.most
 
 
-def test_the_peak_is_that_of_the_largest_step_and_graphs_are_those_of_the_steady_one() -> None:
-    assert measure(Meter().run, C, 200, Meter()) == Peaks(activations=0, graphs=0)
+def test_the_peak_is_that_of_the_largest_step() -> None:
+    assert activation_bytes(Meter().run, C, 200, Meter()) == 0
     meter = Meter()
-    found = measure(meter.run, C, 200, meter, num_graphs=4)
-    assert found.activations == 1000 * (200 + 2)  # a long prompt beside two that run on
-    assert found.graphs == 1000 * 3 + 4 * GRAPH_BYTES
-    assert measure(meter.run, C, 200, meter).graphs == 0
-    assert found.left(100 * MIB) == 100 * MIB - found.activations - found.graphs
-    assert found.left(1) == 0
+    found = activation_bytes(meter.run, C, 200, meter)
+    assert found == 1000 * (200 + 2)  # a long prompt beside two that run on
+    peaks = Peaks(activations=found, graphs=77)
+    assert peaks.left(100 * MIB) == 100 * MIB - found - 77
+    assert peaks.left(1) == 0
+
+
+class Driver:
+    """A device whose graphs take memory, in lumps: its meter, and what records on it.
+
+    The first one takes `pool` bytes that all share, each `own` bytes, and `a_row` for each row.
+    """
+
+    def __init__(self, room: int, *, pool: int, own: int, a_row: int, lump: int) -> None:
+        self.room, self.pool, self.own, self.a_row, self.lump = room, pool, own, a_row, lump
+        self.taken = 0
+        self.graphs: list[int] = []
+
+    def free(self) -> int:
+        used = sum(self.graphs) + (self.pool if self.graphs else 0)
+        return self.room - self.taken - -(-used // self.lump) * self.lump
+
+    def held(self) -> int:
+        return self.taken
+
+    def restart(self) -> None:
+        return None
+
+    def peak(self) -> int:
+        return self.taken
+
+    def record(self, rows: int) -> None:
+        self.graphs.append(self.own + rows * self.a_row)
+        if self.free() < 0:
+            raise torch.OutOfMemoryError("no memory")
+
+    def all_of(self, most: int, pages: int, capturer: Any) -> None:
+        """As a runner records: the largest first, for each reach, two of each."""
+        for rows in reversed(bucket_sizes(most)):
+            for _ in range(2 * len(reach_sizes(pages))):
+                capturer.capture(lambda rows=rows: self.record(rows) or ())
+
+
+class Records:
+    """Records by doing."""
+
+    def capture(self, work: Any) -> Recorded:
+        return Recorded(work(), lambda: None)
+
+    def reserved_bytes(self) -> int:
+        return 0
+
+
+@pytest.mark.parametrize("lump", [1, 2 * MIB, 32 * MIB])
+@pytest.mark.parametrize(("own", "a_row"), [(7 * MIB, 0), (3 * MIB, 40_000), (MIB // 2, 9_000)])
+@pytest.mark.parametrize(("most", "pages"), [(256, 300), (256, 20), (40, 100), (1, 2), (4, 600)])
+def test_a_few_graphs_tell_what_all_take_and_little_is_wasted(
+    most: int, pages: int, own: int, a_row: int, lump: int
+) -> None:
+    """All that is left beside them is given away, and they fit; less than 2 % stays unused."""
+    room = 40 << 30
+    numbers = {"pool": 200 * MIB, "own": own, "a_row": a_row, "lump": lump}
+    tried, real = Driver(room, **numbers), Driver(room, **numbers)
+    found = graph_bytes(
+        lambda capturer: tried.all_of(most, pages, capturer),
+        Records(), tried, rows=most, pages=pages,
+    )  # fmt: skip
+    assert len(tried.graphs) <= TRIED_SIZES * 2 * len(reach_sizes(pages))
+    real.taken = room - found
+    real.all_of(most, pages, Records())
+    assert len(real.graphs) == num_graphs(most, pages)
+    assert 0 <= real.free() < room * 0.02
 
 
 def test_a_step_that_does_not_fit_is_refused_with_what_to_change() -> None:
     meter = Meter(room=100_000)
     words = r"200 prompt tokens and 3 running requests.*KiB are free.*max_prefill_token_num"
     with pytest.raises(Refused, match=words):
-        measure(meter.run, C, 200, meter)
+        activation_bytes(meter.run, C, 200, meter)
     with (
         pytest.raises(Refused, match="memory for graphs does not fit"),
         fitting("memory for graphs", meter),
@@ -159,3 +226,39 @@ def test_an_engine_of_one_seat_warms_up_and_measures_over_more() -> None:
     loaded: Loaded = gpu  # type: ignore[assignment]
     built = bring_up(loaded, gpu.resolved(MEMORY), gpu.meter, gpu.resolved)
     assert built.executor.capabilities.num_seats == 1
+
+
+@pytest.mark.parametrize("failures", [0, 1, 2, 3])
+def test_graphs_that_find_no_room_after_the_split_are_given_more_by_another(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, failures: int
+) -> None:
+    gpu = OnGpu(max_batch_size=2, session_len=64, max_prefill_token_num=64)
+    gpu.meter.room = 4 << 30
+    loaded: Loaded = gpu  # type: ignore[assignment]
+    asked: list[int] = []
+    left = [failures]
+
+    def capture(self: Worker, progress: object) -> None:
+        if left[0]:
+            left[0] -= 1
+            try:
+                raise torch.OutOfMemoryError("no memory")
+            finally:  # as a recording that is broken off
+                raise RuntimeError("the recording is invalid")
+
+    def resize(available: int) -> Resolved:
+        asked.append(available)
+        return gpu.resolved(available)
+
+    monkeypatch.setattr(Worker, "capture", capture)
+    if failures == 3:
+        with pytest.raises(Refused, match="memory for graphs does not fit"):
+            bring_up(loaded, gpu.resolved(MEMORY), gpu.meter, resize)
+    else:
+        built = bring_up(loaded, gpu.resolved(MEMORY), gpu.meter, resize)
+        assert built.resolved == gpu.resolved(asked[-1])
+    assert len(asked) == min(3, failures + 1)
+    assert asked == sorted(asked, reverse=True)
+    assert len(set(asked)) == len(asked)
+    told = [m for m in caplog.messages if "more than was measured" in m]
+    assert len(told) == min(2, failures)

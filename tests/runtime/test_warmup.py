@@ -21,7 +21,7 @@ from millpond.ops.bind import OP_NAMES, Bound
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import Capabilities, Executor, StepPlan
 from millpond.runtime import worker as runtime
-from millpond.runtime.warmup import PAGES, SEATS, SLOTS, every_kind, few_kinds, largest, steady
+from millpond.runtime.warmup import PAGES, SEATS, SLOTS, every_kind, few_kinds, largest
 from millpond.runtime.worker import Worker, load
 
 BUNDLED = Path(millpond.__file__).parent / "bundled"
@@ -112,7 +112,7 @@ def test_every_plan_keeps_within_the_pages_slots_and_positions_there_are(
     assert {1, 2, 3, 4, 16, 24, 512, 8192} - {p.num_tokens for p in plans} == {
         n for n in (512, 8192) if n > most
     }
-    for plan in (*plans, *largest(c, 200), *steady(c)):
+    for plan in (*plans, *largest(c, 200)):
         for row in (*plan.prefill, *plan.decode):
             assert row.tokens
             assert max(row.tokens) < c.vocab_size
@@ -149,15 +149,12 @@ def test_the_largest_step_holds_the_whole_budget_and_every_seat_at_the_longest_l
     assert len(plan.masks) == 9
     assert [len(row.tokens) for row in short.prefill] == [1500 // 9] * 9
     assert not short.verify
-    *_, plain = steady(c)
-    assert not plain.prefill
-    assert len(plain.verify if drafts else plain.decode) == 9
 
 
 @pytest.mark.parametrize(("kind", "drafts"), KINDS)
 def test_the_largest_steps_can_be_run(kind: str, drafts: int) -> None:
     worker = bundled(kind, drafts, num_seats=6, num_pages=PAGES, session_len=512)
-    for plan in (*largest(worker.capabilities, 256), *steady(worker.capabilities)):
+    for plan in largest(worker.capabilities, 256):
         result = worker.execute(plan)
         assert result.emitted
         assert all(e.finite for e in result.emitted)
