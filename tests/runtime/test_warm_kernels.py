@@ -49,5 +49,5 @@ def test_every_kernel_that_a_start_asks_for_compiles_for_a_gpu(tmp_path: Path) -
         cwd=ROOT, env=environment, capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
-    for kernel in ("tokens._verify", "attention._singles", "moe._up", "sampling._cuts"):
+    for kernel in ("steps._fold_verify", "latent._singles", "moe._up", "sampling._cuts"):
         assert kernel in done.stdout
