@@ -6,7 +6,6 @@ Processes of their own start servers from here, too: so nothing in here needs to
 from __future__ import annotations
 
 import json
-import socket
 import ssl
 import threading
 import time
@@ -22,7 +21,7 @@ from millpond.config import ModelFacts, PytorchEngineConfig, resolve
 from millpond.engine.types import EngineRequest
 from millpond.front.chat import ChatTemplate
 from millpond.front.sampling import Defaults
-from millpond.front.server import Options, build_app
+from millpond.front.server import Options, bind, build_app
 from millpond.front.service import Service
 from millpond.front.text import Tokenizer
 from tests.support.fake_engine import FakeEngine
@@ -82,8 +81,7 @@ class Running:
 
     def __init__(self, service: Service, options: Options | None = None) -> None:
         self.service = service
-        listening = socket.socket()
-        listening.bind(("127.0.0.1", 0))
+        listening = bind("127.0.0.1", 0)
         self.port = listening.getsockname()[1]
         config = uvicorn.Config(
             build_app(service, options),
