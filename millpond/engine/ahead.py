@@ -19,9 +19,13 @@ not be done, while a step is in flight either leaves out a row or lets the whole
 
     samples of one prompt sit out the step after its end, where their states part
     one that finds no room sits out, and the next step waits, for others may have to make room
+    a row whose guide may take long to say what can be drawn sits out every second step
     a step waits: "room" (see above), "priority" (somebody is about to be pushed out), "store" (a
-    record is about to be loaded, beside the order of steps), "guide" (a mask needs the token
-    before), "rows" (nobody has a row that could follow)
+    record is about to be loaded, beside the order of steps), "rows" (nobody has a row that could
+    follow)
+
+A guide needs the tokens of the step in flight before it can say what may be drawn in the next. That
+one's forward does not: it is launched, and what it draws is launched when the masks are known.
 
 Who ends is not known: by a stop token, an abort, an error, damaged logits. A sequence that ends
 when the first of two steps is committed *leaves*: its streams hear of it at once, its leases and
@@ -49,19 +53,19 @@ class Ahead:
         self._num_drafts = capabilities.num_draft_tokens
         self._runs_ahead = capabilities.runs_ahead
 
-    def plan(self, before: Scheduled, *, masked: bool = False) -> Scheduled | None:
+    def plan(self, before: Scheduled, *, guided: bool = False) -> Scheduled | None:
         """The step after `before`, which is in flight and alone; None: wait for that one first.
 
-        `masked`: a guide has to see what is drawn in it.
+        `guided`: some samples have guides.
         """
         if not self._runs_ahead:
             return None
         scheduler, counters = self._scheduler, self._scheduler.ledger.counters
-        why = "guide" if masked else scheduler.begin_after(before)
+        why = scheduler.begin_after(before)
         if why is not None:
             counters.steps_waited[why] += 1
             return None
-        staying = self._plan_live(before)
+        staying = self._plan_live(before, guided=guided)
         if staying < len(scheduler.running):
             scheduler.plan_running()
         scheduled = scheduler.finish()
@@ -71,7 +75,7 @@ class Ahead:
         counters.steps_ahead += 1
         return scheduled
 
-    def _plan_live(self, before: Scheduled) -> int:
+    def _plan_live(self, before: Scheduled, *, guided: bool) -> int:
         """Live rows after live rows. Returns how many sequences run that have a row in flight."""
         scheduler, most, flying = self._scheduler, self._num_drafts, before.plan
         building, ledger, along = scheduler.building, scheduler.ledger, scheduler.along
@@ -81,6 +85,8 @@ class Ahead:
             if sequence.is_leaving:
                 continue
             staying += 1
+            if guided and sequence.guide is not None and not sequence.guide.goes_ahead:
+                continue
             start = len(sequence.tokens)
             drafts = row.num_drafts
             known = start + 1 + drafts  # tokens at most, once the step in flight is over

@@ -22,11 +22,8 @@ def take_pages(ledger: Ledger, sequence: Sequence, known: int, most: int) -> Non
 def num_drafts(sequence: Sequence, known: int, most: int) -> int:
     """At most `most` after `known` tokens: as its pages hold, and as its answer may still need.
 
-    A step draws one token more than it accepts drafts, and no token is wanted beyond the last. A
-    guide may know fewer drafts, and there is a mask for those alone.
+    A step draws one token more than it accepts drafts, and no token is wanted beyond the last.
     """
-    if sequence.guide is not None:
-        most = min(most, sequence.guide.num_drafts)
     last = min(sequence.request.length_limit - 1, len(sequence.pages) * PAGE_SIZE)
     return max(0, min(most, last - known))
 

@@ -8,7 +8,7 @@ from typing import NamedTuple, Protocol
 
 from millpond.engine.planned import Scheduled
 from millpond.errors import StepFailed
-from millpond.plan.step import Launched, StepPlan, StepResult
+from millpond.plan.step import Launched, SeatMask, StepPlan, StepResult
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +64,10 @@ class Flights:
         """Hand a plan to the device."""
         began = self._clock()
         self._flights.append(Flight(scheduled, self._executor.launch(scheduled.plan), began))
+
+    def draw(self, masks: tuple[SeatMask, ...]) -> None:
+        """Tell the older step what its seats may draw."""
+        self._flights[0].launched.draw(masks)
 
     def land(self) -> Landed:
         """Wait for the older step."""

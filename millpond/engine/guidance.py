@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
+from time import perf_counter
 
 from msgspec.structs import replace
 
@@ -23,6 +24,9 @@ from millpond.plan.step import Drafts, SeatMask
 GRACE = 0.002
 """Seconds a step waits for masks that are being filled: most take less. Rows of those that take
 longer sit the step out."""
+
+GRACE_AHEAD = 0.01
+"""The same where the step's forward runs meanwhile."""
 
 PATIENCE = 0.05
 """Seconds the engine waits for a mask when there is nothing else to do, before it looks again at
@@ -110,21 +114,40 @@ class Guidance:
             wait(waiting, PATIENCE, FIRST_COMPLETED)
         return bool(guides)
 
-    def draws(self, scheduled: Scheduled) -> bool:
-        """Whether a guide has to see what a step draws before the next mask can be made."""
-        return bool(self._guided) and any(one.guide is not None for one, _ in _drawing(scheduled))
+    @property
+    def is_idle(self) -> bool:
+        """Whether nobody is guided."""
+        return not self._guided
 
     def bind(self, scheduled: Scheduled, *, drafting: bool) -> None:
-        """Put into a plan what its seats may draw, and whose drafts are wanted (`drafting`)."""
+        """Put into a plan what its seats may draw, and whose drafts are wanted (`drafting`).
+
+        Where a guide has yet to see what the step in flight draws, the masks follow: see `masks`.
+        """
         if not self._guided:
             return
-        drawing = [one for one in _drawing(scheduled) if one[0].guide is not None]
+        drawing = _guided(scheduled)
         if drawing:
+            later = any(sample.state.is_ahead for sample, _ in drawing)
             scheduled.plan = replace(
                 scheduled.plan,
-                masks=_seat_masks(drawing),
+                masks=() if later else _seat_masks(drawing),
                 tell_drafts=tuple(sample.seat for sample, _ in drawing) if drafting else (),
+                draws_later=later,
             )
+
+    def masks(self, scheduled: Scheduled) -> tuple[SeatMask, ...]:
+        """What the seats of a step in flight may draw, once the step before it was committed.
+
+        Waits for those that are being filled: they could not sit the step out any more.
+        """
+        drawing = [(one, most) for one, most in _guided(scheduled) if not one.is_leaving]
+        guides = [one.guide for one, _ in drawing if one.guide is not None]
+        waiting = _futures(guide.filling for guide in guides)
+        late = wait(waiting, GRACE_AHEAD).not_done if waiting else set()
+        for guide in guides:
+            guide.is_slow = guide.is_slow or guide.filling in late
+        return _seat_masks(drawing)
 
     def failed(self) -> list[tuple[Request, str, str | None]]:
         """Requests with a sample that nothing may follow, why, and which field is to blame."""
@@ -166,6 +189,10 @@ def _drawing(scheduled: Scheduled) -> Iterator[tuple[Sample, int]]:
         yield sample, live.num_drafts
 
 
+def _guided(scheduled: Scheduled) -> list[tuple[Sample, int]]:
+    return [one for one in _drawing(scheduled) if one[0].guide is not None]
+
+
 def _seat_masks(drawing: Iterable[tuple[Sample, int]]) -> tuple[SeatMask, ...]:
     masks = []
     for sample, num_drafts in drawing:
@@ -175,7 +202,7 @@ def _seat_masks(drawing: Iterable[tuple[Sample, int]]) -> tuple[SeatMask, ...]:
         if guide.filling is not None:
             guide.filling.result()  # of a sample that was pushed out meanwhile
         places = guide.places[: num_drafts + 1]
-        if any(place is not None for place in places):
+        if len(places) <= num_drafts or any(place is not None for place in places):
             masks.append(SeatMask(sample.seat, places))
     return tuple(masks)
 
@@ -186,7 +213,9 @@ def _futures(filling: Iterable[Future[None] | None]) -> set[Future[None]]:
 
 def _fill(share: Sequence[tuple[Guide, Sequence[int]]]) -> None:
     for guide, drafts in share:
+        began = perf_counter()
         try:
             guide.fill(drafts)
+            guide.is_quick = perf_counter() - began <= GRACE
         except BaseException as error:  # noqa: BLE001 -- ends this request, not the engine
             guide.error = f"the grammar could not be followed: {error}"

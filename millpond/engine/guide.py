@@ -68,6 +68,7 @@ class Guide:
         "count",
         "error",
         "filling",
+        "is_quick",
         "is_slow",
         "places",
         "stale",
@@ -101,12 +102,22 @@ class Guide:
         self.stale = True
         self.filling: Future[None] | None = None  # set by whoever has it filled elsewhere
         self.is_slow = False  # took longer than a step may wait
+        self.is_quick = False  # took less, the last time a walk was needed
         self.fill()
 
     @property
     def is_ready(self) -> bool:
         """Whether `places` are there to be used, and nobody is filling them."""
         return self.error is None and (self.filling is None or self.filling.done())
+
+    @property
+    def goes_ahead(self) -> bool:
+        """Whether a step may be launched that needs masks which cannot be filled yet.
+
+        They are waited for then, so a matcher has to have shown that it is quick.
+        """
+        unproven = self._matcher is not None and not self._thinking.is_open and not self.is_quick
+        return not (self.is_slow or unproven)
 
     @property
     def is_refusal(self) -> bool:

@@ -312,8 +312,7 @@ class Engine:
     def _schedule_ahead(self) -> Scheduled | None:
         """Plan the step after the one in flight, if that need not end first."""
         self._end_misguided()
-        flying = self._flights.scheduled[0]
-        return self._ahead.plan(flying, masked=self._guidance.draws(flying))
+        return self._ahead.plan(self._flights.scheduled[0], guided=not self._guidance.is_idle)
 
     def _launch(self, scheduled: Scheduled | None) -> bool:
         """Hand a plan to the device; False when there is none."""
@@ -343,6 +342,9 @@ class Engine:
             self._committer.apply(landed.scheduled, landed.result)
             self._guidance.begin(landed.result.drafts)
         self._end_aborted()
+        for flying in self._flights.scheduled:
+            if flying.plan.draws_later:
+                self._flights.draw(self._guidance.masks(flying))
         if landed.error is not None:
             self._die(landed.error)
         self._audit()

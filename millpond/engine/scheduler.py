@@ -128,6 +128,8 @@ class Scheduler(Queues):
         guide = sequence.guide
         if guide is not None and not guide.is_ready:
             return True  # its mask is being filled
+        if guide is not None and sequence.state.in_flight and not guide.goes_ahead:
+            return True  # its mask would be waited for
         if not self._is_ahead or not sequence.state.in_flight:
             return False
         if sequence.is_live:
@@ -172,6 +174,8 @@ class Scheduler(Queues):
                 anchor = self.along.next_after(start)
                 sequence.calm_until = drafting.calm_until(sequence, num_drafts, anchor)
             num_drafts = drafting.num_drafts(sequence, end, num_drafts)
+            if sequence.guide is not None and not sequence.state.is_ahead:
+                num_drafts = min(num_drafts, sequence.guide.num_drafts)  # there are masks for those
         if sequence.pages_sent < len(sequence.pages):
             building.send_pages(sequence)
         building.verify.append(sequence)

@@ -121,8 +121,8 @@ class SeatMask(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """Which tokens a seat may draw in this step, by place; None: all.
 
     A known row draws at one place, a verify row at `num_drafts + 1`: after its certain token, and
-    after each draft. Bit `t % 8` of byte `t // 8` allows token t; `ceil(vocab_size / 32)` words of
-    four bytes.
+    after each draft; of one that is told fewer, fewer drafts count. Bit `t % 8` of byte `t // 8`
+    allows token t; `ceil(vocab_size / 32)` words of four bytes.
     """
 
     seat: Seat
@@ -141,7 +141,9 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
 
     Order on the device: poison, seat loads, page updates, forward, sample, fan out, propose drafts
     for every seat that drew. Tokens are packed prefill, decode, verify. `masks` bind some of the
-    seats that draw; of those in `tell_drafts`, the drafts are reported.
+    seats that draw; of those in `tell_drafts`, the drafts are reported. With `draws_later` the
+    forward is all that is launched: nothing is drawn until the masks are told, for they need tokens
+    of the step before.
     """
 
     step: int
@@ -153,6 +155,7 @@ class StepPlan(msgspec.Struct, frozen=True, kw_only=True):
     fan_outs: tuple[FanOut, ...] = ()
     masks: tuple[SeatMask, ...] = ()
     tell_drafts: tuple[Seat, ...] = ()
+    draws_later: bool = False
     poison_slots: tuple[SlotId, ...] = ()
     poison_pages: tuple[PageId, ...] = ()
 
@@ -240,6 +243,9 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 class Launched(Protocol):
     """A plan that was handed to the device."""
 
+    def draw(self, masks: tuple[SeatMask, ...]) -> None:
+        """What the seats of a plan that `draws_later` may draw; its result is waited for after."""
+
     def result(self) -> StepResult:
         """Wait for the step's end. Raises `StepFailed`: then nothing of it may be relied on."""
 
@@ -282,6 +288,10 @@ class Ended:
     def failed(self) -> bool:
         """Whether the result raises."""
         return isinstance(self._outcome, Exception)
+
+    def draw(self, masks: tuple[SeatMask, ...]) -> None:
+        """Nothing waits for it."""
+        del masks
 
     def result(self) -> StepResult:
         """What the step came to. Raises what it raised."""

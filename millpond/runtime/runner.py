@@ -20,7 +20,15 @@ from millpond.memory.host_ring import Landing
 from millpond.models.base import Model
 from millpond.nn.batch import NONE, Staging
 from millpond.ops.batch import ForwardBatch
-from millpond.plan.step import FanOut, SeatLoad, StepPlan, StepResult, VerifyRow, Written
+from millpond.plan.step import (
+    FanOut,
+    SeatLoad,
+    SeatMask,
+    StepPlan,
+    StepResult,
+    VerifyRow,
+    Written,
+)
 from millpond.runtime.going import Going, after_known, after_verify
 from millpond.runtime.graphs import Capturer, CudaCapturer, num_graphs
 from millpond.runtime.outcome import Asked, outcome, prompt_scores
@@ -34,18 +42,32 @@ log = logging.getLogger(__name__)
 
 Finish = Callable[[], StepResult]
 
+Rest = Callable[[StepPlan], Finish]
+"""What is left to launch after a forward, of the same plan with all its masks."""
+
+Masks = tuple[SeatMask, ...]
+
 Target = tuple[SlotId, int]
 """A slot that a row is to write, and where the row starts."""
 
 
 class InFlight:
-    """A step that was launched."""
+    """A step that was launched; `rest` is what it draws, once it is told what it may."""
 
-    __slots__ = ("_finish", "_step")
+    __slots__ = ("_finish", "_rest", "_step")
 
-    def __init__(self, step: int, finish: Finish) -> None:
+    def __init__(
+        self, step: int, finish: Finish, rest: Callable[[Masks], Finish] | None = None
+    ) -> None:
         self._step = step
         self._finish = finish
+        self._rest = rest
+
+    def draw(self, masks: Masks) -> None:
+        """Launch the rest. Of a step whose forward could not be launched there is none."""
+        rest, self._rest = self._rest, None
+        if rest is not None:
+            self._finish = rest(masks)
 
     def result(self) -> StepResult:
         """Wait for the step's end. Raises `StepFailed`, with the cause. To be called once."""
@@ -127,10 +149,24 @@ class ModelRunner:
         """
         try:
             with torch.inference_mode():
-                finish = self._launch(plan)
+                rest = self._launch(plan)
         except Exception as cause:  # noqa: BLE001 -- raised where the result is asked for
-            finish = partial(self._fail, cause)
-        return InFlight(plan.step, finish)
+            return InFlight(plan.step, partial(self._fail, cause))
+        if not plan.draws_later:
+            return InFlight(plan.step, self._launch_rest(rest, plan))
+        untold = Broken(f"step {plan.step} was never told what it may draw")
+        later = partial(self._draw, rest, plan)
+        return InFlight(plan.step, partial(self._fail, untold), later)
+
+    def _draw(self, rest: Rest, plan: StepPlan, masks: Masks) -> Finish:
+        return self._launch_rest(rest, msgspec.structs.replace(plan, masks=masks))
+
+    def _launch_rest(self, rest: Rest, plan: StepPlan) -> Finish:
+        try:
+            with torch.inference_mode():
+                return rest(plan)
+        except Exception as cause:  # noqa: BLE001 -- raised where the result is asked for
+            return partial(self._fail, cause)
 
     def _fail(self, cause: Exception) -> StepResult:
         """Raise `cause` once the device is done with what had been queued of the step: after that
@@ -139,27 +175,35 @@ class ModelRunner:
         self._landing.settle()
         raise cause
 
-    def _launch(self, plan: StepPlan) -> Finish:
+    def _launch(self, plan: StepPlan) -> Rest:
+        """All of a plan up to its forward."""
         self.arenas.slots.fill_nan(plan.poison_slots)
         self.arenas.pages.fill_nan(plan.poison_pages)
         self._load_seats(plan.seat_loads)
         self.staging.update(plan.page_updates)
         if not (plan.prefill or plan.decode or plan.verify):
-            return partial(StepResult, step=plan.step)
+            return lambda plan: partial(StepResult, step=plan.step)
         if self.proposer is None and any(row.num_drafts for row in plan.verify):
             raise Broken(f"step {plan.step} verifies drafts, and there is nobody who makes them")
         if self._steady is not None and is_steady(plan):
-            finish = self._launch_steady(self._steady, plan)
-            if finish is not None:
-                return finish
+            rest = self._launch_steady(self._steady, plan)
+            if rest is not None:
+                return rest
         want = wanted(plan, self.staging.num_drafts + 1)
         batch = self.staging.batch(plan, want.at)
         hidden = self.model.forward(batch, self.arenas)
         written = _logged(plan, batch)
         drafted = Drafted.of(plan, batch)
-        return self._tail(plan, want, hidden, batch.logits_at, drafted, written)
+        return partial(
+            self._tail,
+            want=want,
+            hidden=hidden,
+            at=batch.logits_at,
+            drafted=drafted,
+            written=written,
+        )
 
-    def _launch_steady(self, steady: SteadySteps, plan: StepPlan) -> Finish | None:
+    def _launch_steady(self, steady: SteadySteps, plan: StepPlan) -> Rest | None:
         """Replay the plan, its tail only where that draws by noise and filters alone."""
         bucket = steady.forward(plan.verify)
         if bucket is None:
@@ -168,6 +212,7 @@ class ModelRunner:
         width, count = self.staging.num_drafts + 1, len(seats)
         if (
             plan.masks
+            or plan.draws_later
             or plan.tell_drafts
             or self.proposer is not steady.proposer
             or not self.verifier.seats.all_plain(plan.verify)
@@ -175,7 +220,14 @@ class ModelRunner:
             after = bucket.forwarded.first(count)
             drafted = Drafted(seats, after.rows, after.tokens)
             want = wanted(plan, width)
-            return self._tail(plan, want, after.hidden, None, drafted, [after.written])
+            return partial(
+                self._tail,
+                want=want,
+                hidden=after.hidden,
+                at=None,
+                drafted=drafted,
+                written=[after.written],
+            )
         arrival = self._landing.receive(steady.tail(bucket))
 
         def finish() -> StepResult:
@@ -188,11 +240,12 @@ class ModelRunner:
                 written=_of_verify(plan.verify, found.bases, written),
             )
 
-        return finish
+        return lambda plan: finish
 
     def _tail(
         self,
         plan: StepPlan,
+        *,
         want: Wanted,
         hidden: torch.Tensor,
         at: torch.Tensor | None,

@@ -166,8 +166,13 @@ class Verifier:
         rows = self.seats.rows(seats, seat)
         if masks:
             width = 1 if drafted is None else drafted.rows.width
-            at, words = self._masked(masks, known, () if drafted is None else drafted.seats, width)
-            rows = replace(rows, allowed_row=at, allowed=words)
+            verify = () if drafted is None else drafted.seats
+            at, words, most = self._masked(masks, known, verify, width)
+            if len(at):
+                rows = replace(rows, allowed_row=at, allowed=words)
+            if drafted is not None:
+                fewer = torch.minimum(drafted.rows.num_drafts, most)
+                drafted = replace(drafted, rows=replace(drafted.rows, num_drafts=fewer))
         sampled = self.seats.choose(logits, rows, position, generated)
         drawn = self._accept(known, sampled, drafted)
         if counting:
@@ -213,8 +218,10 @@ class Verifier:
 
     def _masked(
         self, masks: Sequence[SeatMask], known: Sequence[int], verify: Sequence[int], width: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of logits that masks bind, and their masks: [A] int64, [A, W] int32."""
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The rows of logits that masks bind, and their masks: [A] int64, [A, W] int32; and of how
+        many drafts the masks of each verify row know: [B] int64.
+        """
         first = {seat: row for row, seat in enumerate(known)}
         first |= {seat: len(known) + index * width for index, seat in enumerate(verify)}
         bound = [
@@ -224,10 +231,15 @@ class Verifier:
             if allowed is not None
         ]
         packed = np.frombuffer(b"".join(allowed for _, allowed in bound), np.int32)
-        rows, words = self.seats.ring.send(
-            (np.array([row for row, _ in bound], np.int64), packed.reshape(len(bound), -1))
+        told: dict[int, int] = {mask.seat: len(mask.places) - 1 for mask in masks}
+        rows, words, most = self.seats.ring.send(
+            (
+                np.array([row for row, _ in bound], np.int64),
+                packed.reshape(len(bound), -1 if bound else 1),
+                np.array([told.get(seat, width) for seat in verify], np.int64),
+            )
         )
-        return rows, words
+        return rows, words, most
 
     def _accept(self, known: tuple[Seat, ...], sampled: Sampled, drafted: Drafted | None) -> Drawn:
         token, finite = sampled.token, sampled.finite

@@ -25,7 +25,7 @@ from millpond.models.base import load as load_model
 from millpond.nn.batch import Staging
 from millpond.ops.bind import AUTO, Bound, bind
 from millpond.plan.counts import DeviceCounts
-from millpond.plan.step import PAGE_SIZE, Capabilities, Launched, StepPlan, StepResult
+from millpond.plan.step import PAGE_SIZE, Capabilities, Launched, SeatMask, StepPlan, StepResult
 from millpond.runtime.checks import check_drafts, check_weights, delta_backend
 from millpond.runtime.compiled import COMPILATIONS
 from millpond.runtime.compiling import compiling
@@ -64,6 +64,11 @@ class _There:
 
     def __init__(self, place: Place, launched: Launched) -> None:
         self._place, self._launched = place, launched
+
+    def draw(self, masks: tuple[SeatMask, ...]) -> None:
+        """Tell what seats may draw."""
+        with self._place():
+            self._launched.draw(masks)
 
     def result(self) -> StepResult:
         """Wait for the step's end. Raises `StepFailed`."""

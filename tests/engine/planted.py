@@ -586,8 +586,8 @@ def what_leaves_is_poisoned_before_its_last_row_has_ended(patch: pytest.MonkeyPa
 def the_step_ahead_takes_all_drafts_for_wrong(patch: pytest.MonkeyPatch) -> None:
     plan_live = Ahead._plan_live
 
-    def faulty(self: Ahead, before: Any) -> Any:
-        staying = plan_live(self, before)
+    def faulty(self: Ahead, before: Any, **given: Any) -> Any:
+        staying = plan_live(self, before, **given)
         rows = self._scheduler.building.verify_rows
         rows[:] = [msgspec.structs.replace(row, pending=0) for row in rows]
         return staying

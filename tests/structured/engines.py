@@ -8,6 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+from msgspec.structs import replace
+
 import millpond
 from millpond.engine.constraint import Constraint, Reasoning
 from millpond.engine.grammar import Grammars
@@ -16,6 +18,7 @@ from millpond.engine.types import EngineRequest
 from millpond.executor.uni import UniExecutor
 from millpond.front.text import Tokenizer
 from millpond.plan.sampling import SamplingParams
+from millpond.plan.step import Launched, SeatMask, StepPlan, StepResult
 from millpond.runtime.worker import Worker, load
 
 MODEL = Path(millpond.__file__).parent / "bundled" / "millpond-tiny-glm"
@@ -73,10 +76,45 @@ class Told:
         return text(tuple(self.tokens))
 
 
+class Noting(UniExecutor):
+    """Notes what is launched, and when what it draws is: by step. With `ahead` two may fly."""
+
+    def __init__(self, worker: Worker, *, ahead: bool) -> None:
+        super().__init__(worker)
+        self._capabilities = replace(self._capabilities, runs_ahead=ahead)
+        self.events: list[tuple[str, int]] = []
+        self.plans: list[StepPlan] = []
+
+    def launch(self, plan: StepPlan) -> Launched:
+        """Hand it to the rank."""
+        self.plans.append(plan)
+        self.events.append(("launch", plan.step))
+        return Noted(super().launch(plan), plan.step, self.events)
+
+
+@dataclass
+class Noted:
+    """A step in flight."""
+
+    launched: Launched
+    step: int
+    events: list[tuple[str, int]]
+
+    def draw(self, masks: tuple[SeatMask, ...]) -> None:
+        """Its masks are there."""
+        self.events.append(("draw", self.step))
+        self.launched.draw(masks)
+
+    def result(self) -> StepResult:
+        """Its end."""
+        self.events.append(("end", self.step))
+        return self.launched.result()
+
+
 class House:
     """An engine on the bundled model."""
 
-    def __init__(self, num_drafts: int = 0, **settings: Any) -> None:
+    def __init__(self, num_drafts: int = 0, *, ahead: bool = False, **settings: Any) -> None:
         self.worker = worker(num_drafts)
         self.grammars = Grammars(MODEL / "tokenizer.json", VOCAB, EOS)
         given: dict[str, Any] = {
@@ -87,8 +125,9 @@ class House:
             "debug_audit": True,
             "debug_poison": True,
         }
+        self.executor = Noting(self.worker, ahead=ahead)
         self.engine = Engine(
-            EngineSettings(**(given | settings)), UniExecutor(self.worker), grammars=self.grammars
+            EngineSettings(**(given | settings)), self.executor, grammars=self.grammars
         )
 
     def request(
