@@ -30,6 +30,7 @@ class TokenChoice:
 
     values: int = 16  # value channels of one head
     warps: int = 1
+    verify_registers: int | None = 128  # a thread, of this tile: sixteen warps at a time
 
 
 @dataclass(frozen=True, slots=True)

@@ -119,7 +119,7 @@ def mix_verify(
             rows.pending, rows.num_drafts, rows.seats,
             rows.export_end, rows.export_slot, states, count, slot_stride(bank),
             MOST=most, STEPS=power_of_two(2 * most + 1), **shape, **folding,
-            **UNFUSED, **overlap(x.device),
+            maxnreg=token_choice(x.device).verify_registers, **UNFUSED, **overlap(x.device),
         )  # fmt: skip
     rows.written.record(*windows)
     rows.written.record(*states)

@@ -52,11 +52,12 @@ def test_a_state_is_held_in_registers_and_moved_sixteen_bytes_at_a_time(
     assert len(found) == 8
     per_thread = TILE // (32 * DEFAULT.tokens.warps)
     for (_, kernel), (registers, stack, loads, stores, _) in found.items():
-        # A few bytes of counters may go to the stack, no part of a state.
-        assert int(stack) <= 16, found
+        # A few places and counters may go to the stack, no part of a state.
+        assert int(stack) <= 24, found
         if "_fold_" in kernel:
             # Room for twelve warps and more at once.
-            assert per_thread <= int(registers) <= 168, found
+            most = DEFAULT.tokens.verify_registers if kernel.endswith("_verify") else 168
+            assert per_thread <= int(registers) <= most, found
             assert per_thread // 4 <= int(loads) <= per_thread // 4 + 3, found
             assert int(stores) == 2 * (per_thread // 4), found  # the row's own, its export's
         else:
