@@ -169,9 +169,7 @@ def test_the_doors_refuse_what_the_engine_itself_would(engine):
     huge = EngineRequest(request_id="x", tokens=(1,), params=one, priority=1 << 70)
     with pytest.raises(Rejected, match="cannot be told"):
         engine.submit(huge)
-    stream = engine.submit(_request("twice", 250))
-    with pytest.raises(Rejected, match="in use"):
-        engine.submit(_request("twice"))
+    stream = engine.submit(_request("left", 250))
     stream.abort()
     assert [d.finish_reason for d in stream][-1] in ("abort", "length")
     wait_for(lambda: not engine._live)
@@ -202,6 +200,8 @@ def test_a_closed_engine_takes_nothing_and_ends_what_it_had():
     engine.wait_ready(60)
     stream = engine.submit(_request("long", 200))
     assert stream.get(20) is not None
+    with pytest.raises(Rejected, match="in use"):
+        engine.submit(_request("long"))
     seen: list[str | None] = []
     reader = threading.Thread(target=lambda: seen.extend(d.finish_reason for d in stream))
     reader.start()
