@@ -133,11 +133,13 @@ class Queues:
 
     def _put_overdue_first(self) -> None:
         for sequence in self.turns.overdue():
-            queue = self.waiting if sequence in self.waiting else self.running
-            queue.remove(sequence)
+            queue = next((q for q in (self.waiting, self.running) if sequence in q), None)
+            if queue is not None:
+                queue.remove(sequence)
             for one in sequence.group:
                 one.go_first()
-            insort(queue, sequence, key=_order)
+            if queue is not None:  # else it leaves, and comes back in this order
+                insort(queue, sequence, key=_order)
             self.unblock()
 
     @property

@@ -557,3 +557,22 @@ def test_a_step_in_flight_that_breaks_the_engine_while_it_is_closed_leaves_nobod
     assert collect(stream)[0][1] == "error"
     assert made.executor.closed
     assert made.engine.failure is not None
+
+
+def test_whoever_bore_enough_while_a_row_of_it_is_in_flight_goes_first_when_it_comes_back():
+    made = tower(0, max_batch_size=2, max_overtakes=0)
+    low = made.request(range(200), max_tokens=30)
+    stream = made.engine.submit(low)
+    made.step()
+    scheduler = made.engine._scheduler
+    [sequence] = scheduler.running
+    scheduler.preempt(sequence)
+    assert scheduler.leaving == [sequence]
+    sequence.due = 0
+    scheduler.turns._due.append((0, 0, sequence))
+    other = made.request(range(7, 300), max_tokens=30, priority=5)
+    answer = made.engine.submit(other)
+    made.run()
+    assert sequence.is_first
+    assert [collect(stream), collect(answer)] == [made.naive(low), made.naive(other)]
+    made.assert_nothing_is_held()
