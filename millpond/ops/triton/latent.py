@@ -80,7 +80,7 @@ def paged_mla(
     blocks, first_token = triton.cdiv(heads, block), batch.num_prefill_tokens
     if first_token:
         _prompts[(first_token, blocks)](
-            q_latent, out, *pages, **shape, TILE=PAGE,
+            q_latent, out, *pages, **shape, TILE=PAGE, THREADS=32 * choice.chunk_warps,
             num_warps=choice.chunk_warps, num_stages=choice.chunk_stages, **UNFUSED,
         )  # fmt: skip
     singles = tokens - first_token
@@ -95,6 +95,7 @@ def paged_mla(
         }  # fmt: skip
         _singles[(singles, blocks, splits)](
             q_latent, stats, parts, *places, *pages, splits, **shape, **split,
+            THREADS=32 * choice.single_warps,
             num_warps=choice.single_warps, num_stages=choice.single_stages, **UNFUSED,
             **overlap(out.device),
         )  # fmt: skip
@@ -174,29 +175,46 @@ def _past(
 
 
 @triton.jit
+def _words(
+    tile, count, whole, words,
+    TILE: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, THREADS: tl.constexpr,
+):  # fmt: skip
+    """Of a tile's positions, the groups they are of [TILE]; negative: one that is not seen.
+
+    Every thread loads one: what fewer load, Triton loads once more in each layout it is wanted in.
+    """
+    PER_PAGE: tl.constexpr = PAGE // SIZE
+    lane = tl.arange(0, TILE)[:, None] + tl.zeros([1, THREADS // TILE], tl.int32)
+    group = lane // SIZE
+    # A page's number is the lower half of its 64 bits.
+    first = tl.where(whole, tile // (PAGE // TILE) * 2, tile * (TILE // SIZE))
+    word = tl.load(
+        words + first + tl.where(whole, 0, group), mask=tile * TILE + lane < count, other=-1
+    )
+    in_page = tile % (PAGE // TILE) * (TILE // SIZE) + group
+    every = (1 << SIZE) - 1
+    word = tl.where(whole, word * (PER_PAGE << SIZE) + (in_page << SIZE) + every, word)
+    return tl.max(tl.where((word >> (lane % SIZE)) & 1 != 0, word, -1), 1)
+
+
+@triton.jit
 def _places(
-    tile, count, whole, words, page_stride,
+    word, page_stride,
     D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Where a tile's latents begin [TILE], and which of them the token sees."""
+    """Where the latents of positions of these groups begin."""
     PER_PAGE: tl.constexpr = PAGE // SIZE
-    at = tile * TILE + tl.arange(0, TILE)
-    # A page's number is the lower half of its 64 bits.
-    word = tl.load(words + tl.where(whole, at // PAGE * 2, at // SIZE), mask=at < count, other=-1)
-    group = at % PAGE // SIZE
-    word = tl.where(whole, ((word * PER_PAGE + group) << SIZE) + ((1 << SIZE) - 1), word)
-    member = at % SIZE
-    seen = (word >= 0) & (((word >> member) & 1) != 0)
-    place = tl.maximum(word, 0) >> SIZE
-    entry = place % PER_PAGE * SIZE + member
-    return (place // PER_PAGE).to(tl.int64) * page_stride + entry * D, seen
+    group = word >> SIZE  # shifted and masked, for a division would ask for the sign
+    page = group >> (PER_PAGE.bit_length() - 1)
+    entry = (group & (PER_PAGE - 1)) * SIZE + tl.arange(0, TILE) % SIZE
+    return page.to(tl.int64) * page_stride + entry * D
 
 
 @triton.jit
 def _fold_range(
     queries, begin, stop, count, whole, words, latents, page_stride, scale,
     LINES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    PAGE: tl.constexpr, SIZE: tl.constexpr,
+    PAGE: tl.constexpr, SIZE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """Tiles begin .. stop - 1 of one token, in that order: every line's maximum (of scores times
     log2 e), sum and mix.
@@ -205,8 +223,10 @@ def _fold_range(
     total = tl.zeros([LINES], tl.float32)
     mixed = tl.zeros([LINES, DP], tl.float32)
     d = tl.arange(0, DP)
+    word = _words(begin, count, whole, words, TILE, PAGE, SIZE, THREADS)
     for tile in range(begin, stop):
-        place, seen = _places(tile, count, whole, words, page_stride, D, TILE, PAGE, SIZE)
+        place, seen = _places(word, page_stride, D, TILE, PAGE, SIZE), word >= 0
+        word = _words(tile + 1, count, whole, words, TILE, PAGE, SIZE, THREADS)
         there = seen[:, None]
         if D != DP:
             there = there & (d < D)[None, :]
@@ -244,7 +264,7 @@ def _prompts(
     q, out, latents, groups, sizes, listed, page_table, positions, token_row, page_stride,
     table_stride, num_pages, scale, q_stride,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    PAGE: tl.constexpr, SIZE: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, SIZE: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
     """One token of a prompt row, all that it attends to."""
     packed = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the longest pasts first
@@ -256,7 +276,7 @@ def _prompts(
     queries, head = _queries(q, packed, q_stride, HEADS, D, DP, HEADS_IN_BLOCK)
     _top, total, mixed = _fold_range(
         queries, 0, (count + TILE - 1) // TILE, count, size < 0, words, latents, page_stride,
-        scale, HEADS_IN_BLOCK, D, DP, TILE, PAGE, SIZE,
+        scale, HEADS_IN_BLOCK, D, DP, TILE, PAGE, SIZE, THREADS,
     )  # fmt: skip
     mixed = mixed * (1.0 / tl.where(total == 0.0, 1.0, total))[:, None]
     d = tl.arange(0, DP)
@@ -273,7 +293,7 @@ def _singles(
     latents, groups, sizes, listed, page_table, positions, token_row, page_stride,
     table_stride, num_pages, scale, q_stride, split_stride,
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
-    PAGE: tl.constexpr, SIZE: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr,
+    PAGE: tl.constexpr, SIZE: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr, THREADS: tl.constexpr,
     SPLIT: tl.constexpr, MOST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """One token of a row of single tokens, one split of what it attends to."""
@@ -297,7 +317,7 @@ def _singles(
         queries, head = _queries(q, packed, q_stride, HEADS, D, DP, HEADS_IN_BLOCK)
         top, total, mixed = _fold_range(
             queries, begin, tl.minimum(begin + span, tiles), count, size < 0, words, latents,
-            page_stride, scale, HEADS_IN_BLOCK, D, DP, TILE, PAGE, SIZE,
+            page_stride, scale, HEADS_IN_BLOCK, D, DP, TILE, PAGE, SIZE, THREADS,
         )  # fmt: skip
         place = (token.to(tl.int64) * split_stride + tl.program_id(2)) * HEADS + head
         real = head < HEADS

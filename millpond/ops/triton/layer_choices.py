@@ -74,9 +74,8 @@ class AttentionChoice:
 
 
 GQA = AttentionChoice(128, 8, 3, 4, 3)
-MLA = AttentionChoice(64, 8, 3, 8, 7, split_tiles=8, single_tile=32)
-"""Keys of 256, and latents of 512. Of these two pages fit beside the queries, or four halves: three
-are on their way while one is folded, which is for single tokens, whose latents come from far."""
+MLA = AttentionChoice(64, 8, 2, 8, 2)
+"""Keys of 256, and latents of 512."""
 
 FEW_OUTPUTS, OUTPUTS, PAIRS = (
     ThinChoice(8, 512, 4, 4),

@@ -22,6 +22,9 @@ PAGE = 64
 GROUPED = 4
 """Positions of a group: the published indexer's pool. Any selection is right, this one is tight."""
 
+DOUBLED = tl.constexpr(16)
+"""How often a split may be doubled: enough for any position."""
+
 JOINED = 16
 """Splits of a single token that are added at a time."""
 
@@ -62,11 +65,9 @@ def tiles_of(
 @triton.jit
 def span_of(tiles, SPLIT: tl.constexpr, MOST: tl.constexpr):
     """Tiles of one split: SPLIT, doubled beyond 8 splits, then until MOST are enough."""
-    span = SPLIT
-    if tiles > 8 * SPLIT:
-        span = 2 * SPLIT
-    while span * MOST < tiles:
-        span *= 2
+    span = tl.where(tiles > 8 * SPLIT, 2 * SPLIT, SPLIT)
+    for _ in tl.static_range(DOUBLED):  # no loop: behind one, wgmma are waited for one by one
+        span = tl.where(span * MOST < tiles, 2 * span, span)
     return span
 
 

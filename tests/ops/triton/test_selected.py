@@ -32,6 +32,7 @@ SPLITS = {
     "as chosen": {},
     "of one tile": {"split_tiles": 1, "max_splits": 64},
     "few": {"split_tiles": 1, "max_splits": 3},
+    "of halves of tiles": {"split_tiles": 3, "single_tile": 32},
 }
 
 
