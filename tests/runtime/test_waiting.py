@@ -5,18 +5,22 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from msgspec.structs import replace
 
+from millpond.errors import StepFailed
 from millpond.models.base import load
 from millpond.ops.bind import bind
 from millpond.plan.sampling import SamplingParams
 from millpond.plan.step import (
     Export,
     FanOut,
+    Launched,
     PageUpdate,
     Row,
     SeatLoad,
     SeatMask,
     StepPlan,
+    StepResult,
     VerifyRow,
 )
 from millpond.runtime.graphs import CallAgain
@@ -167,6 +171,96 @@ def test_no_call_of_a_step_waits_for_a_gpu(family: str, num_drafts: int) -> None
         finally:
             torch.cuda.set_sync_debug_mode(mode)
         assert launched.result().step == plan.step, what
+
+
+def later_plans(k: int) -> list[StepPlan]:
+    """Prompts after prompts, prompts beside live rows, masks that follow: each after the last."""
+    first, *others = plans(k).values()
+    prompt = first.prefill[1]
+    half = replace(prompt, tokens=PROMPT[:64], exports=(), emit_seats=(), prompt_logprobs=None)
+    rest = replace(prompt, start=64, tokens=PROMPT[64:], state_in=half.state_out, exports=())
+    begun = replace(first, step=0, prefill=(first.prefill[0], half))
+    ended = replace(
+        first,
+        step=1,
+        prefill=(rest,),
+        verify=(live(0, 0, k),),
+        poison_slots=(),
+        poison_pages=(),
+        seat_loads=(),
+        page_updates=(),
+        fan_outs=(),
+    )
+    masked = replace(others[2], step=9, masks=(), draws_later=True)
+    return [begun, ended, *others, masked]
+
+
+def in_twos(made: Worker, todo: list[StepPlan], masks: tuple[SeatMask, ...]) -> list[StepResult]:
+    """Each is launched before the one before it is asked for its result."""
+    results, flying = list[StepResult](), list[Launched]()
+    for plan in todo:
+        flying.append(made.launch(plan))
+        if len(flying) == 2:
+            results.append(flying.pop(0).result())
+        if plan.draws_later:
+            flying[0].draw(masks)
+    return results + [one.result() for one in flying]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_drafts", [0, 2])
+def test_two_steps_in_flight_leave_and_report_what_one_at_a_time_does(
+    family: str, num_drafts: int
+) -> None:
+    waiting, alone = Waiting(), Waiting()
+    made, other = worker(family, num_drafts, waiting), worker(family, num_drafts, alone)
+    todo = later_plans(num_drafts)
+    masks = plans(num_drafts)["rows that ask for more"].masks
+    with waiting:
+        found = in_twos(made, todo, masks)
+    # Results were asked for within: that is no call on the device either.
+    assert waiting.found == []
+    told = [replace(p, masks=masks, draws_later=False) if p.draws_later else p for p in todo]
+    assert found == [other.launch(plan).result() for plan in told]
+    for name in ("slots", "pages", "seats"):
+        left, right = (getattr(one.runner.arenas, name).storage for one in (made, other))
+        assert torch.equal(left, right), name
+    assert torch.equal(made.runner.staging.counters.table, other.runner.staging.counters.table)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("num_drafts", [0, 3])
+def test_no_call_of_a_step_after_one_in_flight_waits_for_a_gpu(
+    family: str, num_drafts: int
+) -> None:
+    made, other = worker(family, num_drafts, None), worker(family, num_drafts, None)
+    todo = later_plans(num_drafts)
+    masks = plans(num_drafts)["rows that ask for more"].masks
+    told = [replace(p, masks=masks, draws_later=False) if p.draws_later else p for p in todo]
+    found = [other.launch(plan).result() for plan in told]  # compiles its kernels
+    results, flying = list[StepResult](), list[Launched]()
+    for plan in todo:
+        mode = torch.cuda.get_sync_debug_mode()
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            flying.append(made.launch(plan))
+            if plan.draws_later:
+                flying[-1].draw(masks)
+        finally:
+            torch.cuda.set_sync_debug_mode(mode)
+        if len(flying) == 2:
+            results.append(flying.pop(0).result())
+    assert results + [one.result() for one in flying] == found
+
+
+def test_a_step_that_was_never_told_what_it_may_draw_fails() -> None:
+    made = worker("qwen", 0, Waiting())
+    made.launch(plans(0)["prompts and a fan-out"]).result()
+    masked = replace(plans(0)["rows that ask for more"], masks=(), draws_later=True)
+    with pytest.raises(StepFailed, match="never told"):
+        made.launch(masked).result()
+    made.launch(plans(0)["live rows"]).result()
 
 
 def test_calls_that_wait_are_found() -> None:
