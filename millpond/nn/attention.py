@@ -163,7 +163,7 @@ class LatentAttention:
         first: int,
     ) -> torch.Tensor | None:
         return self.ops.select(
-            index_query.unflatten(-1, (self.index_heads, self.index_dim)),
+            index_query.view(-1, self.index_heads, self.index_dim),
             head_weights,
             pooled_pages=arenas.pages.view(self.layer, "pooled"),
             batch=batch,
@@ -304,10 +304,10 @@ class GatedAttention:
         first: int,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         (key, value, both), x = self.inputs.split(self.before, x, y)
-        query, gate = both.unflatten(-1, (self.heads, 2, self.dim)).unbind(2)
-        query = self._turn_and_write(query, key, value, rope, batch, arenas)
+        query, gate = both.view(-1, self.heads, 2, self.dim).unbind(2)
+        turned = self._turn_and_write(query, key, value, rope, batch, arenas)
         out = self.ops.paged_gqa(
-            query,
+            turned,
             arenas.pages.view(self.layer, "key"),
             arenas.pages.view(self.layer, "value"),
             batch=batch,
@@ -326,11 +326,10 @@ class GatedAttention:
         batch: ForwardBatch,
         arenas: Arenas,
     ) -> torch.Tensor | None:
-        shape = (self.kv_heads, self.dim)
         return self.ops.turn_and_write(
             query,
-            key.unflatten(-1, shape),
-            value.unflatten(-1, shape),
+            key.view(-1, self.kv_heads, self.dim),
+            value.view(-1, self.kv_heads, self.dim),
             self.q_norm.weight,
             self.k_norm.weight,
             *rope,

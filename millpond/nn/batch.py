@@ -19,7 +19,6 @@ from millpond.memory.host_ring import HostRing
 from millpond.nn.counters import SeatCounters
 from millpond.ops.batch import ForwardBatch, LiveTokens, RowSlots, SingleTokens, VerifyRows
 from millpond.ops.reference import staging as reference
-from millpond.ops.reference.staging import page_at, visible
 from millpond.plan.step import PAGE_SIZE, PageUpdate, Row, StepPlan, VerifyRow
 
 NONE = -1
@@ -68,6 +67,7 @@ class Staging:
         self._ops = ops
         self.counters = SeatCounters(num_seats, num_drafts, device, self.ring, ops.keep_counters)
         self.page_table = torch.full((num_seats, max_pages), NONE, dtype=torch.int64, device=device)
+        self._known = np.full((num_seats, max_pages), NONE, np.int64)  # the same, on the host
         self._num_pages = [0] * num_seats  # filled entries of each seat's table
         self._ramps: dict[int, torch.Tensor] = {}
         self._nones: dict[int, torch.Tensor] = {}
@@ -78,6 +78,7 @@ class Staging:
             return
         self.counters.reset(seats)
         self.page_table.index_fill_(0, self.ring.integers(seats), NONE)
+        self._known[list(seats)] = NONE
         for seat in seats:
             self._num_pages[seat] = 0
 
@@ -97,6 +98,7 @@ class Staging:
         seats = np.repeat([u.seat for u in updates], lengths)
         entries = np.repeat([u.first for u in updates], lengths) + _ramp(lengths)
         pages = np.fromiter(chain.from_iterable(u.pages for u in updates), np.int64, len(seats))
+        self._known[seats, entries] = pages
         seat, entry, page = self._send((seats, entries, pages))
         self.page_table.index_put_((seat, entry), page)
 
@@ -111,46 +113,43 @@ class Staging:
         ends = (*(row.end for row in rows), *(row.end + row.num_drafts for row in plan.verify))
         self._check_room(rows + plan.verify, ends)
         known = len(rows)
+        most = -(-max(ends, default=0) // PAGE_SIZE)
+        seats = np.array([row.seat for row in rows + plan.verify], np.int64)
+        start, end = np.array(starts[:known], np.int64), np.array(ends[:known], np.int64)
+        position = np.repeat(start, lengths) + _ramp(lengths)
+        token_row = np.repeat(np.arange(known, dtype=np.int64), lengths)
+        tables = self._tables(seats[:known], end, most)
         sent = self._send(
             (
                 np.fromiter(
-                    chain.from_iterable(row.tokens for row in rows), np.int64, sum(lengths)
+                    chain.from_iterable(row.tokens for row in rows), np.int64, len(position)
                 ),
-                np.repeat(np.array(starts[:known], np.int64), lengths) + _ramp(lengths),
-                np.repeat(np.arange(known, dtype=np.int64), lengths),
-                np.array([row.seat for row in rows + plan.verify], np.int64),
-                np.array(starts[:known], np.int64),
-                np.array(ends[:known], np.int64),
+                position,
+                token_row,
+                tables[token_row, position // PAGE_SIZE],
+                position % PAGE_SIZE,
+                start,
+                end,
+                tables.ravel(),
+                seats,
                 np.array(logits_at, np.int64),
                 *_pack_slots(plan.prefill),
                 *_pack_slots(plan.decode),
                 pack_live(plan.verify, len(plan.verify)).ravel(),
             )
         )
-        tokens, position, token_row, seat, start, end, at = sent[:7]
-        most = -(-max(ends, default=0) // PAGE_SIZE)
-        parts = [
-            (
-                tokens,
-                position,
-                token_row,
-                page_at(self.page_table, seat[:known][token_row], position),
-                position % PAGE_SIZE,
-                start,
-                end,
-                visible(self.page_table, seat[:known], end, most),
-            )
-        ]
+        parts = [(*sent[:7], sent[7].view(known, most))]
+        seat, at = sent[8:10]
         verify = None
         if plan.verify:
-            numbers = sent[19].view(len(LIVE_FIELDS), -1)
+            numbers = sent[22].view(len(LIVE_FIELDS), -1)
             live = self._ops.stage_live(numbers, self.counters.table, self.page_table, most=most)
             verify = _verify_rows(numbers, live, self.num_drafts + 1)
             parts.append(
                 (
                     live.token_ids,
                     live.positions,
-                    live.token_row + known,
+                    live.token_row + known if known else live.token_row,
                     live.token_page,
                     live.token_offset,
                     live.row_start,
@@ -158,26 +157,32 @@ class Staging:
                     live.page_table,
                 )
             )
-        tokens, position, token_row, page, offset, start, end, table = (
-            torch.cat(columns) for columns in zip(*parts, strict=True)
-        )
+            if not known:
+                del parts[0]
+        joined = parts[0] if len(parts) == 1 else tuple(map(torch.cat, zip(*parts, strict=True)))
         return ForwardBatch(
-            token_ids=tokens,
-            positions=position,
-            token_row=token_row,
-            token_page=page,
-            token_offset=offset,
-            prefill=_row_slots(plan.prefill, sent[7:13]),
-            decode=_row_slots(plan.decode, sent[13:19]),
+            token_ids=joined[0],
+            positions=joined[1],
+            token_row=joined[2],
+            token_page=joined[3],
+            token_offset=joined[4],
+            prefill=_row_slots(plan.prefill, sent[10:16]),
+            decode=_row_slots(plan.decode, sent[16:22]),
             verify=verify,
-            row_start=start,
-            row_end=end,
+            row_start=joined[5],
+            row_end=joined[6],
             starts=starts,
             ends=ends,
             seats=seat,
-            page_table=table,
+            page_table=joined[7],
             logits_at=at,
         )
+
+    def _tables(self, seats: np.ndarray, ends: np.ndarray, most: int) -> np.ndarray:
+        """As `visible` of the reference, on the host."""
+        table = self._known[np.maximum(seats, 0), :most]
+        hidden = np.arange(most) * PAGE_SIZE >= ends[:, None]
+        return np.where(hidden | (seats < 0)[:, None], NONE, table)
 
     def check_live(self, rows: Sequence[VerifyRow]) -> int:
         """Where the last of these rows' tokens ends at most. Raises `Broken` as `batch` does."""

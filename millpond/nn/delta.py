@@ -110,10 +110,12 @@ class _DeltaCore:
         found = []
         if batch.prefill.num_rows:
             rows = batch.prefill
-            mixed = self.ops.conv_prefill(qkv[:middle], self.conv, bank=window, rows=rows)
-            by_head = self._by_head(mixed)
+            of_prompts = (qkv, decay, beta)
+            if middle < qkv.shape[0]:
+                of_prompts = (qkv[:middle], decay[:middle], beta[:middle])
+            mixed = self.ops.conv_prefill(of_prompts[0], self.conv, bank=window, rows=rows)
             found.append(
-                self.ops.delta_prefill(*by_head, decay[:middle], beta[:middle], rows=rows, **memory)
+                self.ops.delta_prefill(*self._by_head(mixed), *of_prompts[1:], rows=rows, **memory)
             )
         if batch.decode.num_rows:
             at = slice(middle, end)
@@ -147,17 +149,16 @@ class _DeltaCore:
         return found[0] if len(found) == 1 else torch.cat(found)
 
     def _by_head(self, mixed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What the convolution gives, [..., channels], as q, k [..., Hk, K] and v [..., H, V].
+        """What the convolution gives, [T, channels], as q, k [T, Hk, K] and v [T, H, V].
 
         Views of its rows.
         """
-        h = self.heads
-        q, k, v = mixed.split(h.sizes, -1)
-        keys = (h.key_heads, h.key_dim)
+        h, tokens = self.heads, mixed.shape[0]
+        q, k, v = mixed.split_with_sizes(h.sizes, -1)
         return (
-            q.unflatten(-1, keys),
-            k.unflatten(-1, keys),
-            v.unflatten(-1, (h.value_heads, h.value_dim)),
+            q.view(tokens, h.key_heads, h.key_dim),
+            k.view(tokens, h.key_heads, h.key_dim),
+            v.view(tokens, h.value_heads, h.value_dim),
         )
 
 
@@ -282,7 +283,6 @@ class GatedDelta:
         """x [T, hidden] and y, what is added to it -> x + y (or x), and the next y."""
         (qkv, z, beta, decay), x = self.inputs.split(self.before, x, y)
         out = self.core(qkv, decay, beta, batch, arenas)
-        z = z.unflatten(-1, self.shape)
         return x, self.ops.gated_norm_linear(
-            out, z, self.norm, self.output.weight, eps=self.eps, silu=True
+            out, z.view(out.shape), self.norm, self.output.weight, eps=self.eps, silu=True
         )

@@ -78,16 +78,14 @@ class Linear:
         The parts are [T, rows] each, views of one row. With `count` the first parts alone: only
         their rows are multiplied.
         """
-        sizes = self.sizes[:count]
+        sizes, weight = self.sizes, self.weight
+        if count is not None:
+            sizes = sizes[:count]
+            weight = weight[: sum(sizes)]
         product, total = self.ops.norm_linear(
-            x,
-            y,
-            norm.weight,
-            self.weight[: sum(sizes)],
-            eps=norm.eps,
-            zero_centred=norm.zero_centred,
+            x, y, norm.weight, weight, eps=norm.eps, zero_centred=norm.zero_centred
         )
-        return product.split(sizes, -1), total
+        return product.split_with_sizes(sizes, -1), total
 
 
 class Embedding:

@@ -12,23 +12,42 @@ from dataclasses import dataclass, field
 
 import torch
 
+BLANKS = 16
+"""Entries of a log that are made together."""
+
 
 class WriteLog:
     """What the ops of one forward wrote to slots: one entry a call, in the order of the calls.
 
-    An entry is a pair of int64 tensors [n]: the slots, and how many tokens of its row each state
-    folds beyond the row's start. All calls name the same n targets in the same order: the ends of
-    the rows, then exports. Nothing is copied to the host until `agreed` is asked for.
+    An entry is a pair of int64 tensors [n], or one [2, n]: the slots, and how many tokens of its
+    row each state folds beyond the row's start. All calls name the same n targets in the same
+    order: the ends of the rows, then exports. Nothing is copied to the host until `agreed` is asked
+    for.
     """
 
-    __slots__ = ("entries",)
+    __slots__ = ("_blanks", "entries")
 
     def __init__(self) -> None:
-        self.entries: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.entries: list[tuple[torch.Tensor, torch.Tensor] | torch.Tensor] = []
+        self._blanks: list[torch.Tensor] = []
 
     def record(self, slots: torch.Tensor, folded: torch.Tensor) -> None:
         """One call wrote `slots` [n] (negative ids: skipped, and not reported)."""
         self.entries.append((slots, folded))
+
+    def blank(self, targets: int, device: torch.device) -> torch.Tensor:
+        """An entry [2, targets] of -1, not recorded yet: what one call is to tell is filled in.
+
+        Many are made at a time, since each layer of a step wants one or two.
+        """
+        if not self._blanks:
+            many = torch.full((BLANKS, 2, targets), -1, dtype=torch.int64, device=device)
+            self._blanks += many.unbind()
+        return self._blanks.pop()
+
+    def record_report(self, report: torch.Tensor) -> None:
+        """One call wrote what `report` [2, n] says: slots, then tokens folded."""
+        self.entries.append(report)
 
     def common(self) -> torch.Tensor:
         """By target, the slot and the tokens folded that every call wrote: [2, n] int64, on the
@@ -36,7 +55,9 @@ class WriteLog:
         """
         if not self.entries:
             return torch.zeros((2, 0), dtype=torch.int64)
-        columns = [x for entry in self.entries for x in entry]
+        columns = list[torch.Tensor]()
+        for entry in self.entries:
+            columns += (entry.view(-1),) if isinstance(entry, torch.Tensor) else entry
         calls = torch.cat(columns).view(len(self.entries), 2, -1)
         same = (calls == calls[0]).flatten(0, 1).all(0)
         return torch.where(same & (calls[0, 0] >= 0), calls[0], -1)

@@ -17,10 +17,11 @@ fp32 one. T, qk and decayed queries and keys are stored in the operands' type.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Any
 
 import torch
-import triton
 import triton.language as tl
 
 from millpond.ops.batch import RowSlots
@@ -30,8 +31,7 @@ from millpond.ops.triton.chunk_prepare import LOWEST_AROUND_MIDDLE, PAIRS, SCALE
 from millpond.ops.triton.chunk_recur import _recur
 from millpond.ops.triton.shared import (
     LAUNCH,
-    aligned,
-    no_report,
+    cdiv,
     power_of_two,
     slot_stride,
     token_stride,
@@ -58,10 +58,10 @@ def delta_prefill(
     and 64 * 3 K more if decay is by channel."""
     choice = chunk_choice(v.device)
     count, exports = rows.num_rows, rows.export_slot.shape[0]
-    o = torch.empty(v.shape, dtype=v.dtype, device=v.device)
-    report = no_report(count, exports, v.device)
+    o = torch.empty_like(v, memory_format=torch.contiguous_format)
+    report = rows.written.blank(count + exports, v.device)
+    rows.written.record_report(report)
     if not count:
-        rows.written.record(*report)
         return o
     heads, v_dim = v.shape[1:]
     key_heads, k_dim = k.shape[1:]
@@ -70,7 +70,41 @@ def delta_prefill(
     decay = lined_up(decay) if by_channel else decay
     narrow = v.dtype == torch.bfloat16  # fp16 has not the range
     bound = gate.lower_bound
-    shape: dict[str, Any] = {
+    shape = _shape(heads, key_heads, k_dim, by_channel, narrow)
+    blocks = v.shape[0] // CHUNK + count
+    work = v.new_empty(
+        blocks * heads * shape["RECORD"], dtype=torch.bfloat16 if narrow else torch.float32
+    )
+    scales = v.new_empty(blocks * heads * shape["NUMBERS"], dtype=torch.float32)
+    part = min(shape["KP"], 64)
+    strides = token_stride(q), token_stride(k), token_stride(v)
+    _prepare[(blocks, heads)](
+        q, k, decay, beta, gate.a_log, gate.dt_bias, work, scales, rows.cu_seqlens,
+        count, bound or 0.0,
+        *strides[:2], token_stride(decay), token_stride(beta),
+        **shape, BOUNDED=bound is not None, EPS=NORM_EPS,
+        PART=part, RUN=max(part // (8 * choice.prepare_warps), 1), STAGES=1, SOLVED=16,
+        AROUND_MIDDLE=by_channel and narrow and bound is not None and bound >= LOWEST_AROUND_MIDDLE,
+        num_warps=choice.prepare_warps,
+        maxnreg=choice.head_registers if narrow and not by_channel else None, **LAUNCH,
+    )  # fmt: skip
+    values = max(min(choice.values, power_of_two(v_dim)), SMALLEST_TILE)
+    _recur[(cdiv(v_dim, values), heads, count)](
+        q, k, v, work, scales, o, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
+        rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
+        *strides, slot_stride(bank),
+        **shape, V=v_dim, BV=values, STAGES=choice.stages if narrow else 1,
+        num_warps=choice.warps, **LAUNCH,
+    )  # fmt: skip
+    return o
+
+
+@cache
+def _shape(
+    heads: int, key_heads: int, k_dim: int, by_channel: bool, narrow: bool
+) -> Mapping[str, Any]:
+    """What both kernels specialise on; `narrow`: operands are bf16."""
+    return {
         "H": heads,
         "HK": key_heads,
         "K": k_dim,
@@ -81,33 +115,10 @@ def delta_prefill(
         "OPERAND": tl.bfloat16 if narrow else tl.float32,
         "PRECISION": "tf32" if narrow else "tf32x3",
     }
-    blocks = v.shape[0] // CHUNK + count
-    operands = torch.bfloat16 if narrow else torch.float32
-    work = torch.empty(blocks * heads * shape["RECORD"], dtype=operands, device=v.device)
-    scales = torch.empty(blocks * heads * shape["NUMBERS"], dtype=torch.float32, device=v.device)
-    part = min(shape["KP"], 64)
-    _prepare[(blocks, heads)](
-        q, k, decay, beta, gate.a_log, gate.dt_bias, work, scales, rows.cu_seqlens,
-        count, bound or 0.0,
-        token_stride(q), token_stride(k), token_stride(decay), token_stride(beta),
-        **shape, BOUNDED=bound is not None, EPS=NORM_EPS,
-        PART=part, RUN=max(part // (8 * choice.prepare_warps), 1), STAGES=1, SOLVED=16,
-        AROUND_MIDDLE=by_channel and narrow and bound is not None and bound >= LOWEST_AROUND_MIDDLE,
-        num_warps=choice.prepare_warps,
-        maxnreg=choice.head_registers if narrow and not by_channel else None, **LAUNCH,
-    )  # fmt: skip
-    values = max(min(choice.values, power_of_two(v_dim)), SMALLEST_TILE)
-    _recur[(triton.cdiv(v_dim, values), heads, count)](
-        q, k, v, work, scales, o, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
-        rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
-        token_stride(q), token_stride(k), token_stride(v), slot_stride(bank),
-        **shape, V=v_dim, BV=values, STAGES=choice.stages if narrow else 1,
-        num_warps=choice.warps, **LAUNCH,
-    )  # fmt: skip
-    rows.written.record(*report)
-    return o
 
 
 def lined_up(x: torch.Tensor) -> torch.Tensor:
     """x [T, ...], or a copy if its tokens lie anywhere: kernels are compiled for one of the two."""
-    return x if aligned(x) else x.clone(memory_format=torch.contiguous_format)
+    if (x.data_ptr() | x.stride(0) * x.itemsize) % 16 and x.numel():
+        return x.clone(memory_format=torch.contiguous_format)
+    return x

@@ -16,9 +16,9 @@ from millpond.ops.triton.choices import conv_choice
 from millpond.ops.triton.shared import (
     UNFUSED,
     aligned,
+    cdiv,
     kernel,
     power_of_two,
-    report_for,
     rounded,
     row_of_block,
     silu,
@@ -36,27 +36,25 @@ def conv_prefill(
     """As the reference. Two launches: outputs, then windows (a row may write what it read)."""
     choice = conv_choice(x.device)
     channels, shape = weight.shape[0], conv_shape(weight, bank)
-    y = torch.empty((x.shape[0], channels), dtype=x.dtype, device=x.device)
+    y = torch.empty_like(x, memory_format=torch.contiguous_format)
     count, exports = rows.num_rows, rows.export_slot.shape[0]
-    report = report_for(count + exports, x.device)
+    report = rows.written.blank(count + exports, x.device)
     if count:
-        _outputs[
-            (triton.cdiv(channels, choice.channels), x.shape[0] // choice.tokens + count)
-        ](
-            x, y, weight, bank, rows.cu_seqlens, rows.state_in, count,
-            token_stride(x), bank.stride(0),
+        x_stride, bank_stride = token_stride(x), bank.stride(0)
+        _outputs[(cdiv(channels, choice.channels), x.shape[0] // choice.tokens + count)](
+            x, y, weight, bank, rows.cu_seqlens, rows.state_in, count, x_stride, bank_stride,
             C=channels, **shape, BT=choice.tokens, BC=choice.channels,
             ALIGNED=aligned(x, y), num_warps=choice.warps, **UNFUSED,
         )  # fmt: skip
-        _windows[(count + exports, triton.cdiv(channels, choice.window_channels))](
+        _windows[(count + exports, cdiv(channels, choice.window_channels))](
             x, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
             rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
-            token_stride(x), bank.stride(0),
+            x_stride, bank_stride,
             C=channels, OLD_C=shape["OLD_C"], OLD_W=shape["OLD_W"], HISTORY=shape["W"] - 1,
             PLACES=power_of_two(shape["W"] - 1), BC=choice.window_channels,
             num_warps=choice.window_warps, **UNFUSED,
         )  # fmt: skip
-    rows.written.record(*report)
+    rows.written.record_report(report)
     return y
 
 
@@ -67,12 +65,14 @@ def conv_shape(weight: torch.Tensor, bank: torch.Tensor) -> dict[str, int]:
     width = weight.shape[1]
     if width > TAPS:
         raise ValueError(f"a convolution over {width} tokens: the kernels go up to {TAPS}")
+    tap_c, tap_w = weight.stride()
+    _, old_c, old_w = bank.stride()
     return {
         "W": width,
-        "TAP_C": weight.stride(0),
-        "TAP_W": weight.stride(1),
-        "OLD_C": bank.stride(1),
-        "OLD_W": bank.stride(2),
+        "TAP_C": tap_c,
+        "TAP_W": tap_w,
+        "OLD_C": old_c,
+        "OLD_W": old_w,
     }
 
 

@@ -13,10 +13,12 @@ import triton
 import triton.language as tl
 
 from millpond.ops.reference.dense import rope_speeds
+from millpond.ops.triton.launch import Bound, bound
 from millpond.ops.triton.live import live
 from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap
 from millpond.ops.triton.shared import (
     LAUNCH,
+    cdiv,
     power_of_two,
     rounded,
     sigmoid,
@@ -36,7 +38,7 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     size = prod(x.shape[1:])
     if x.shape[0]:
-        _sigmoid_gate[(x.shape[0], triton.cdiv(size, BLOCK))](
+        _sigmoid_gate[(x.shape[0], cdiv(size, BLOCK))](
             x, gate, out, token_stride(x), token_stride(gate),
             SIZE=size, BLOCK=min(BLOCK, power_of_two(size)), num_warps=4, **LAUNCH,
         )  # fmt: skip
@@ -45,15 +47,21 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor) -> torch.Tensor:
 
 def swiglu(gate: torch.Tensor, up: torch.Tensor, limit: float | None = None) -> torch.Tensor:
     """As the reference."""
-    out = torch.empty(up.shape, dtype=up.dtype, device=up.device)
-    size = prod(up.shape[1:])
-    if up.shape[0]:
-        _swiglu[(up.shape[0], triton.cdiv(size, BLOCK))](
-            gate, up, out, token_stride(gate), token_stride(up),
-            SIZE=size, BLOCK=min(BLOCK, power_of_two(size)), LIMIT=limit, num_warps=4, **LAUNCH,
-            **overlap(up.device),
-        )  # fmt: skip
+    out = torch.empty_like(up, memory_format=torch.contiguous_format)
+    tokens, *several = up.shape
+    size = prod(several)
+    if tokens:
+        grid, strides = (tokens, cdiv(size, BLOCK)), (token_stride(gate), token_stride(up))
+        _bound_swiglu(size, limit, up.device).launch(grid, gate, up, out, *strides)
     return out
+
+
+@cache
+def _bound_swiglu(size: int, limit: float | None, device: torch.device) -> Bound:
+    return bound(
+        _swiglu, SIZE=size, BLOCK=min(BLOCK, power_of_two(size)), LIMIT=limit, num_warps=4,
+        **LAUNCH, **overlap(device),
+    )  # fmt: skip
 
 
 def rope_tables(
@@ -63,7 +71,7 @@ def rope_tables(
     count, half = positions.shape[0], rotary_dim // 2
     cos, sin = torch.empty((2, count, half), dtype=torch.float32, device=positions.device)
     if count:
-        _angles[(triton.cdiv(count, ANGLES),)](
+        _angles[(cdiv(count, ANGLES),)](
             positions, _speeds(rotary_dim, theta, positions.device), cos, sin, count,
             HALF=half, HP=power_of_two(half), BLOCK=ANGLES, num_warps=4, **LAUNCH,
         )  # fmt: skip
@@ -84,7 +92,7 @@ def rotate_partial(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> tor
     padded = power_of_two(dim)
     block = max(1, min(power_of_two(heads), 2 * BLOCK // padded))
     if tokens:
-        _rotate[(tokens, triton.cdiv(heads, block))](
+        _rotate[(tokens, cdiv(heads, block))](
             x, cos, sin, out, token_stride(x), token_stride(cos), token_stride(sin),
             HEADS=heads, D=dim, DP=padded, HALF=half, BLOCK=block, num_warps=4, **LAUNCH,
         )  # fmt: skip

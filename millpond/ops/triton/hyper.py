@@ -6,13 +6,16 @@ over streams have the reference's order, those over the hidden size fixed places
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
 
+from millpond.ops.triton.launch import Bound, bound
 from millpond.ops.triton.live import live
 from millpond.ops.triton.narrow import narrow_parts
-from millpond.ops.triton.shared import LAUNCH, power_of_two, rounded, sigmoid
+from millpond.ops.triton.shared import LAUNCH, cdiv, power_of_two, rounded, sigmoid
 
 BLOCK = 1024
 """Of the hidden size, per program. Not measured yet."""
@@ -32,16 +35,23 @@ def hyper_pre(
     tokens, n, hidden = streams.shape
     _check(n)
     parts = narrow_parts(streams.flatten(1), fn, squares=True)
-    post = torch.empty((tokens, n), dtype=torch.float32, device=streams.device)
-    mix = torch.empty((tokens, n, n), dtype=torch.float32, device=streams.device)
-    x = torch.empty((tokens, hidden), dtype=streams.dtype, device=streams.device)
+    post = parts.new_empty((tokens, n))
+    mix = parts.new_empty((tokens, n, n))
+    x = streams.new_empty((tokens, hidden))
     if tokens:
-        _pre[(tokens, triton.cdiv(hidden, BLOCK))](
-            parts, streams, base, scale, post, mix, x, hyper_eps, norm_eps,
-            SPLITS=parts.shape[1], N=n, H=hidden, BLOCK=min(BLOCK, power_of_two(hidden)),
-            ITERATIONS=iterations, num_warps=4, **LAUNCH,
+        _bound_pre(parts.shape[1], n, hidden, iterations).launch(
+            (tokens, cdiv(hidden, BLOCK)),
+            parts, streams, base, scale, post, mix, x, float(hyper_eps), float(norm_eps),
         )  # fmt: skip
     return post, mix, x
+
+
+@cache
+def _bound_pre(splits: int, n: int, hidden: int, iterations: int) -> Bound:
+    return bound(
+        _pre, SPLITS=splits, N=n, H=hidden, BLOCK=min(BLOCK, power_of_two(hidden)),
+        ITERATIONS=iterations, num_warps=4, **LAUNCH,
+    )  # fmt: skip
 
 
 def hyper_post(
@@ -50,13 +60,18 @@ def hyper_post(
     """As the reference."""
     tokens, n, hidden = streams.shape
     _check(n)
-    out = torch.empty(streams.shape, dtype=y.dtype, device=y.device)
+    out = y.new_empty(streams.shape)
     if tokens:
-        _post[(tokens, triton.cdiv(hidden, BLOCK))](
-            y, streams, post, mix, out,
-            N=n, H=hidden, BLOCK=min(BLOCK, power_of_two(hidden)), num_warps=4, **LAUNCH,
-        )  # fmt: skip
+        grid = (tokens, cdiv(hidden, BLOCK))
+        _bound_post(n, hidden).launch(grid, y, streams, post, mix, out)
     return out
+
+
+@cache
+def _bound_post(n: int, hidden: int) -> Bound:
+    return bound(
+        _post, N=n, H=hidden, BLOCK=min(BLOCK, power_of_two(hidden)), num_warps=4, **LAUNCH
+    )
 
 
 def hyper_mean(streams: torch.Tensor) -> torch.Tensor:
@@ -64,7 +79,7 @@ def hyper_mean(streams: torch.Tensor) -> torch.Tensor:
     tokens, n, hidden = streams.shape
     out = torch.empty((tokens, hidden), dtype=streams.dtype, device=streams.device)
     if tokens:
-        _mean[(tokens, triton.cdiv(hidden, BLOCK))](
+        _mean[(tokens, cdiv(hidden, BLOCK))](
             streams, out,
             N=n, H=hidden, BLOCK=min(BLOCK, power_of_two(hidden)), num_warps=4, **LAUNCH,
         )  # fmt: skip

@@ -8,7 +8,6 @@ read back. Few tokens or many, a sum has the same steps: a token's bytes depend 
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from millpond.ops.triton.elementwise import bounded_swiglu
@@ -17,6 +16,7 @@ from millpond.ops.triton.live import live
 from millpond.ops.triton.narrow import narrow_parts
 from millpond.ops.triton.shared import (
     LAUNCH,
+    cdiv,
     power_of_two,
     product,
     rounded,
@@ -107,18 +107,18 @@ def grouped_experts(
         num_warps=4, **LAUNCH,
     )  # fmt: skip
     tuned = {"STEP": choice.step, "num_warps": choice.warps, "num_stages": choice.stages}
-    _up[(triton.cdiv(middle, choice.middles), room)](
+    _up[(cdiv(middle, choice.middles), room)](
         x, gate_up, active, order, blocks, token_stride(x), slot_stride(gate_up),
         H=hidden, MIDDLE=middle, TOP_K=top_k, LIMIT=limit,
         ROWS=choice.rows, COLUMNS=choice.middles, **tuned, **LAUNCH,
     )  # fmt: skip
-    _down[(triton.cdiv(hidden, choice.outputs), room)](
+    _down[(cdiv(hidden, choice.outputs), room)](
         active, down, weights.contiguous(), parts, order, blocks, slot_stride(down),
         H=hidden, MIDDLE=middle, ROWS=choice.rows, COLUMNS=choice.outputs, **tuned, **LAUNCH,
     )  # fmt: skip
     more = out if shared is None else shared
     share = more if shared_gate is None else shared_gate
-    _sum_choices[(tokens, triton.cdiv(hidden, SUM_BLOCK))](
+    _sum_choices[(tokens, cdiv(hidden, SUM_BLOCK))](
         parts, more, share, out, token_stride(more), token_stride(share),
         SHARED=shared is not None, GATED=shared_gate is not None,
         TOP_K=top_k, H=hidden, BLOCK=min(SUM_BLOCK, power_of_two(hidden)),

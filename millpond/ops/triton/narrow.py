@@ -8,12 +8,14 @@ three TF32 products each.
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
-import triton
 import triton.language as tl
 
+from millpond.ops.triton.launch import Bound, bound
 from millpond.ops.triton.live import live
-from millpond.ops.triton.shared import LAUNCH, product, token_stride
+from millpond.ops.triton.shared import LAUNCH, cdiv, product, token_stride
 
 SPLIT = 512
 """Elements of the inner axis that one program adds up."""
@@ -29,19 +31,26 @@ def narrow_parts(x: torch.Tensor, weight: torch.Tensor, *, squares: bool) -> tor
     """
     tokens, inner = x.shape
     outputs = weight.shape[0]
-    splits = triton.cdiv(inner, SPLIT)
-    columns = outputs + squares
-    parts = torch.empty((tokens, splits, columns), dtype=torch.float32, device=x.device)
+    splits = cdiv(inner, SPLIT)
+    parts = x.new_empty((tokens, splits, outputs + squares), dtype=torch.float32)
     both = x.dtype == weight.dtype == torch.bfloat16
     if tokens:
-        _parts[(triton.cdiv(tokens, TOKENS), triton.cdiv(outputs, OUTPUTS), splits)](
+        _bound(inner, outputs, squares, both).launch(
+            (cdiv(tokens, TOKENS), cdiv(outputs, OUTPUTS), splits),
             x, weight.contiguous(), parts, tokens, token_stride(x),
-            K=inner, N=outputs, SPLITS=splits, COLUMNS=columns, SQUARES=squares,
-            OPERAND=tl.bfloat16 if both else tl.float32,
-            SPLIT=SPLIT, TOKENS=TOKENS, OUTPUTS=OUTPUTS, STEP=STEP,
-            num_warps=4, num_stages=3, **LAUNCH,
         )  # fmt: skip
     return parts
+
+
+@cache
+def _bound(inner: int, outputs: int, squares: bool, narrow: bool) -> Bound:
+    """`narrow`: both factors are bf16."""
+    return bound(
+        _parts, K=inner, N=outputs, SPLITS=cdiv(inner, SPLIT), COLUMNS=outputs + squares,
+        SQUARES=squares, OPERAND=tl.bfloat16 if narrow else tl.float32,
+        SPLIT=SPLIT, TOKENS=TOKENS, OUTPUTS=OUTPUTS, STEP=STEP,
+        num_warps=4, num_stages=3, **LAUNCH,
+    )  # fmt: skip
 
 
 @live

@@ -6,16 +6,18 @@ so the order of a sum follows from the size alone. x, y and gate may be views of
 
 from __future__ import annotations
 
+from functools import cache
 from math import prod
 
 import torch
-import triton
 import triton.language as tl
 
+from millpond.ops.triton.launch import Bound, bound
 from millpond.ops.triton.live import live
 from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap
 from millpond.ops.triton.shared import (
     LAUNCH,
+    cdiv,
     power_of_two,
     rounded,
     sigmoid,
@@ -35,12 +37,12 @@ GATED_SIGMOID = tl.constexpr(4)
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As the reference."""
-    return _norm(PLAIN, x, weight, eps)
+    return _norm(PLAIN.value, x, weight, eps)
 
 
 def zero_centred_rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """As the reference."""
-    return _norm(ZERO_CENTRED, x, weight, eps)
+    return _norm(ZERO_CENTRED.value, x, weight, eps)
 
 
 def add_norm(
@@ -52,8 +54,8 @@ def add_norm(
     zero_centred: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the reference's, in one launch."""
-    kind = ZERO_CENTRED if zero_centred else PLAIN
-    total = x if y is None else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    kind = (ZERO_CENTRED if zero_centred else PLAIN).value
+    total = x if y is None else torch.empty_like(x, memory_format=torch.contiguous_format)
     return _norm(kind, x, norm, eps, added=y, total=total), total
 
 
@@ -61,25 +63,25 @@ def layer_norm(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """As the reference."""
-    return _norm(LAYER, x, weight, eps, bias=bias)
+    return _norm(LAYER.value, x, weight, eps, bias=bias)
 
 
 def gated_rms_norm_silu(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """As the reference."""
-    return _norm(GATED_SILU, x, weight, eps, gate=gate)
+    return _norm(GATED_SILU.value, x, weight, eps, gate=gate)
 
 
 def gated_rms_norm_sigmoid(
     x: torch.Tensor, gate: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> torch.Tensor:
     """As the reference."""
-    return _norm(GATED_SIGMOID, x, weight, eps, gate=gate)
+    return _norm(GATED_SIGMOID.value, x, weight, eps, gate=gate)
 
 
 def _norm(
-    kind: tl.constexpr,
+    kind: int,
     x: torch.Tensor,
     weight: torch.Tensor,
     eps: float,
@@ -89,21 +91,33 @@ def _norm(
     added: torch.Tensor | None = None,
     total: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    size, inner = x.shape[-1], prod(x.shape[1:-1])
-    count = x.shape[0] * inner
-    padded = power_of_two(size)
-    vectors = max(1, ELEMENTS // padded)
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    tokens, *several, size = x.shape
+    inner = prod(several)
+    count = tokens * inner
     if count:
-        _vectors[(triton.cdiv(count, vectors),)](
+        vectors, kernel = _bound(kind, added is not None, inner, size, x.device)
+        kernel.launch(
+            (cdiv(count, vectors),),
             x, x if gate is None else gate, x if added is None else added, weight,
             weight if bias is None else bias, out, out if total is None else total, count,
             token_stride(x), 0 if gate is None else token_stride(gate),
-            0 if added is None else token_stride(added), eps,
-            KIND=kind, ADDING=added is not None, INNER=inner, H=size, HP=padded, VECTORS=vectors,
-            num_warps=min(16, max(4, padded // 1024)), **LAUNCH, **overlap(x.device),
+            0 if added is None else token_stride(added), float(eps),
         )  # fmt: skip
     return out
+
+
+@cache
+def _bound(
+    kind: int, adding: bool, inner: int, size: int, device: torch.device
+) -> tuple[int, Bound]:
+    """Vectors of a program, and the kernel for such vectors."""
+    padded = power_of_two(size)
+    vectors = max(1, ELEMENTS // padded)
+    return vectors, bound(
+        _vectors, KIND=kind, ADDING=adding, INNER=inner, H=size, HP=padded, VECTORS=vectors,
+        num_warps=min(16, max(4, padded // 1024)), **LAUNCH, **overlap(device),
+    )  # fmt: skip
 
 
 @live

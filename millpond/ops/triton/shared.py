@@ -70,11 +70,6 @@ def kernel(fn: Callable[..., Any]) -> Any:
     )
 
 
-def no_report(rows: int, exports: int, device: torch.device) -> torch.Tensor:
-    """[2, rows + exports] int64 of -1: slots, and tokens folded, that a kernel is to report."""
-    return torch.full((2, rows + exports), -1, dtype=torch.int64, device=device)
-
-
 def report_for(targets: int, device: torch.device) -> torch.Tensor:
     """[2, targets] int64, slots and tokens folded: a kernel must tell every entry (`told`)."""
     return torch.empty((2, targets), dtype=torch.int64, device=device)
@@ -86,7 +81,12 @@ def aligned(*tokens: torch.Tensor) -> bool:
     Follows from the model's sizes, not from the live batch: who cuts tokens out of such a tensor
     gets such a tensor.
     """
-    return all((x.data_ptr() | (x.stride(0) * x.itemsize)) % 16 == 0 for x in tokens if x.numel())
+    return not any((x.data_ptr() | x.stride(0) * x.itemsize) % 16 and x.numel() for x in tokens)
+
+
+def cdiv(n: int, size: int) -> int:
+    """How many of `size` hold n. Triton's own may be called in kernels, too, and takes its time."""
+    return -(-n // size)
 
 
 def power_of_two(n: int) -> int:
@@ -96,12 +96,15 @@ def power_of_two(n: int) -> int:
 
 def token_stride(x: torch.Tensor) -> int:
     """Elements from one token of x [T, ...] to the next; what belongs to a token is contiguous."""
+    shape, strides = x.shape, x.stride()
     expected = 1
-    for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
-        if size > 1 and stride != expected:
-            raise ValueError(f"{tuple(x.shape)} with strides {x.stride()}: a token has gaps")
-        expected *= max(size, 1)
-    return x.stride(0)
+    for place in range(len(shape) - 1, 0, -1):
+        size = shape[place]
+        if size > 1:
+            if strides[place] != expected:
+                raise ValueError(f"{tuple(shape)} with strides {strides}: a token has gaps")
+            expected *= size
+    return strides[0]
 
 
 def head_stride(x: torch.Tensor) -> int:

@@ -13,6 +13,7 @@ import triton.language as tl
 from millpond.ops.batch import RowSlots, VerifyRows
 from millpond.ops.triton.shared import (
     LAUNCH,
+    cdiv,
     kernel,
     report_for,
     slot_stride,
@@ -29,12 +30,12 @@ def boundary_store(x: torch.Tensor, *, bank: torch.Tensor, rows: RowSlots) -> No
     count, exports, size = rows.num_rows, rows.export_slot.shape[0], bank.shape[1]
     report = report_for(count + exports, x.device)
     if count:
-        _store[(count + exports, triton.cdiv(size, BLOCK))](
+        _store[(count + exports, cdiv(size, BLOCK))](
             x, bank, rows.cu_seqlens, rows.state_out,
             rows.export_row, rows.export_offset, rows.export_slot, report, count, exports,
             token_stride(x), slot_stride(bank), SIZE=size, BLOCK=BLOCK, **LAUNCH,
         )  # fmt: skip
-    rows.written.record(*report)
+    rows.written.record_report(report)
 
 
 def hidden_before_verify(
@@ -44,7 +45,7 @@ def hidden_before_verify(
     count, size = rows.num_rows, x.shape[1]
     out = torch.empty((x.shape[0], size), dtype=x.dtype, device=x.device)
     if count:
-        _before[(count, rows.width, triton.cdiv(size, BLOCK))](
+        _before[(count, rows.width, cdiv(size, BLOCK))](
             x, out, bank, ring, rows.state_in, rows.pending, rows.parity, rows.seats,
             token_stride(x), slot_stride(bank), slot_stride(ring),
             MOST=rows.width - 1, SIZE=size, BLOCK=BLOCK, **LAUNCH,
@@ -59,13 +60,13 @@ def boundary_verify(
     count, size = rows.num_rows, bank.shape[1]
     report = report_for(2 * count, x.device)
     if count:
-        _verify[(2 * count, triton.cdiv(size, BLOCK))](
+        _verify[(2 * count, cdiv(size, BLOCK))](
             x, bank, ring, rows.state_out, rows.base, rows.pending, rows.num_drafts, rows.parity,
             rows.seats, rows.export_end, rows.export_slot, report, count,
             token_stride(x), slot_stride(bank), slot_stride(ring),
             MOST=rows.width - 1, SIZE=size, BLOCK=BLOCK, **LAUNCH,
         )  # fmt: skip
-    rows.written.record(*report)
+    rows.written.record_report(report)
 
 
 @triton.jit

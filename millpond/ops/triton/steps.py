@@ -27,6 +27,7 @@ from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap
 from millpond.ops.triton.ready import in_spans, making, parts, ready_decode, ready_verify
 from millpond.ops.triton.shared import (
     UNFUSED,
+    cdiv,
     kernel,
     power_of_two,
     report_for,
@@ -72,13 +73,13 @@ def mix_decode(
             num_warps=1, **UNFUSED, **overlap(x.device),
         )  # fmt: skip
         folding = _folding(shape, x.device)
-        _fold_decode[(triton.cdiv(shape["V"], folding["BV"]), shape["H"], count)](
+        _fold_decode[(cdiv(shape["V"], folding["BV"]), shape["H"], count)](
             *made, o, bank, rows.cu_seqlens, rows.state_in, rows.state_out,
             rows.export_row, rows.export_offset, rows.export_slot, states, count, exports,
             slot_stride(bank), **shape, **folding, **UNFUSED, **overlap(x.device),
         )  # fmt: skip
-    rows.written.record(*windows)
-    rows.written.record(*states)
+    rows.written.record_report(windows)
+    rows.written.record_report(states)
     return o
 
 
@@ -114,15 +115,15 @@ def mix_verify(
             **making(gate, x, weight, window, shape), num_warps=1, **UNFUSED, **overlap(x.device),
         )  # fmt: skip
         folding = _folding(shape, x.device)
-        _fold_verify[(triton.cdiv(shape["V"], folding["BV"]), shape["H"], count)](
+        _fold_verify[(cdiv(shape["V"], folding["BV"]), shape["H"], count)](
             *made, o, bank, rows.state_in, rows.state_out, rows.base,
             rows.pending, rows.num_drafts, rows.seats,
             rows.export_end, rows.export_slot, states, count, slot_stride(bank),
             MOST=most, STEPS=power_of_two(2 * most + 1), **shape, **folding,
             maxnreg=token_choice(x.device).verify_registers, **UNFUSED, **overlap(x.device),
         )  # fmt: skip
-    rows.written.record(*windows)
-    rows.written.record(*states)
+    rows.written.record_report(windows)
+    rows.written.record_report(states)
     return o
 
 

@@ -9,14 +9,13 @@ instead of x / rms * weight: one rounding of the same relative size.
 from __future__ import annotations
 
 import torch
-import triton
 import triton.language as tl
 
 from millpond.ops.triton.elementwise import bounded_swiglu
 from millpond.ops.triton.layer_choices import ThinChoice, WideChoice
 from millpond.ops.triton.live import live
 from millpond.ops.triton.overlap import await_previous, let_next_begin, overlap
-from millpond.ops.triton.shared import LAUNCH, power_of_two, product, rounded, token_stride
+from millpond.ops.triton.shared import LAUNCH, cdiv, power_of_two, product, rounded, token_stride
 
 PLAIN = tl.constexpr(0)
 NORM = tl.constexpr(1)
@@ -76,7 +75,7 @@ def wide_linear(
     outputs = weight.shape[0]
     out = torch.empty((tokens, outputs), dtype=dtype, device=x.device)
     if tokens:
-        _wide[(triton.cdiv(outputs, choice.outputs),)](
+        _wide[(cdiv(outputs, choice.outputs),)](
             x, weight, out, tokens, token_stride(x),
             K=inner, N=outputs, TOKENS=max(16, power_of_two(tokens)), BN=choice.outputs,
             BK=choice.step, num_warps=choice.warps, num_stages=choice.stages, **LAUNCH,
@@ -104,7 +103,7 @@ def _launch(
     outputs = weight.shape[0] // 2 if swiglu else weight.shape[0]
     out = torch.empty((1, outputs), dtype=dtype or x.dtype, device=x.device)
     total = x if y is None else torch.empty((1, inner), dtype=x.dtype, device=x.device)
-    _thin[(triton.cdiv(outputs, choice.outputs),)](
+    _thin[(cdiv(outputs, choice.outputs),)](
         x, x if y is None else y, x if norm is None else norm, weight, out, total, eps,
         K=inner, N=outputs, BN=choice.outputs, BK=choice.step, KIND=kind, ADDING=y is not None,
         SWIGLU=swiglu, LIMIT=limit, STAGES=choice.stages,

@@ -78,8 +78,89 @@ arguments = st.tuples(
 )
 
 
-def keyed(args: tuple[Any, ...]) -> Any:
-    return launch.reader(KERNEL, tuple(map(type, args)), ("A", "B"))(CPU, *args)[0]
+class Launcher:
+    """As Triton's, with what it holds inside: the launcher that is compiled."""
+
+    def __init__(self, launched: list[tuple[Any, ...]], source: Any, metadata: Any) -> None:
+        self.launched, self.metadata = launched, metadata
+        self.constants = {path[0] for path in source.constants}
+
+    def __call__(self, x: int, y: int, z: int, stream: int, function: int, *told: Any) -> None:
+        options = self.metadata.launch_cooperative_grid, self.metadata.launch_pdl
+        self.launch(x, y, z, stream, function, *options, None, None, *told)
+
+    def launch(self, *told: Any) -> None:
+        *where, scratch, profile, _, _, enter, leave = told[:13]
+        assert scratch is profile is None
+        for hook in (enter, leave):
+            if hook is not None:
+                hook(self.metadata)
+        given = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in told[13:]]
+        held = tuple(None if i in self.constants else x for i, x in enumerate(given))
+        self.launched.append((*where, *held))
+
+
+class Driver:
+    """Loads anything, and notes what is launched instead of launching it."""
+
+    def __init__(self) -> None:
+        self.launched: list[tuple[Any, ...]] = []
+        self.stream = 7
+        self.utils = SimpleNamespace(
+            load_binary=lambda name, *_: (object(), hash(name), 1, 0, 1024),
+            get_device_properties=lambda device: {"max_shared_mem": 1 << 18},
+            unload_module=lambda module: None,
+        )
+
+    def launcher_cls(self, source: Any, metadata: Any) -> Launcher:
+        return Launcher(self.launched, source, metadata)
+
+    def get_current_target(self) -> GPUTarget:
+        return HOPPER
+
+    def get_current_device(self) -> int:
+        return CPU
+
+    def get_current_stream(self, device: int) -> int:
+        assert device == CPU
+        return self.stream
+
+
+class Keyed(launch.Bound):
+    """Told of what is new, it keeps the key."""
+
+    key: Any
+
+    def _new(self, key: Any, grid: tuple[int, ...], *args: Any) -> None:
+        self.key = key
+
+    def _plain(self, grid: tuple[int, ...], *args: Any) -> None:
+        self.key = None
+
+
+def keyed(args: tuple[Any, ...], before: tuple[Any, ...] | None = None) -> Any:
+    """The key of a launch; `before`: of an earlier one, for whose types the code was made."""
+    kernel = Keyed(KERNEL, {"A": 1, "B": 2})
+    if before is not None:
+        kernel.launch((1,), *before)
+    kernel.launch((1,), *args)
+    return kernel.key
+
+
+@pytest.fixture(autouse=True, scope="module")
+def stand_in() -> Iterator[Driver]:
+    there = Driver()
+    driver.set_active(there)
+    yield there
+    gc.collect()  # kernels unload what they loaded
+    driver.set_active(None)
+
+
+@pytest.fixture
+def launched(stand_in: Driver, monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> list[Any]:
+    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
+    stand_in.launched.clear()
+    return stand_in.launched
 
 
 @settings(max_examples=300)
@@ -96,6 +177,9 @@ def test_keys_differ_where_triton_would_choose_another_kernel_and_nowhere_else(
         assert (one == two) == (chosen(args) == chosen(tuple(other)))
 
 
+PARAMETER = torch.nn.Parameter(MEMORY[:8].float())
+
+
 @pytest.mark.parametrize(
     "place, value",
     [
@@ -105,21 +189,21 @@ def test_keys_differ_where_triton_would_choose_another_kernel_and_nowhere_else(
         (5, 2**63),
         (4, -(2**31) - 1),
         (6, "x"),
-        (1, torch.nn.Parameter(MEMORY[:8].float())),
+        (1, PARAMETER),
     ],
 )
 def test_what_is_not_plain_has_no_key(place: int, value: Any) -> None:
-    args: list[Any] = [MEMORY, MEMORY, MEMORY, 4, 5, 6, 0.5]
-    assert keyed(tuple(args)) is not None
-    args[place] = value
-    assert keyed(tuple(args)) is None
+    plain = (MEMORY, MEMORY, MEMORY, 4, 5, 6, 0.5)
+    other = (*plain[:place], value, *plain[place + 1 :])
+    assert keyed(plain) is not None
+    assert keyed(other) is None
+    if value is not PARAMETER:  # which is a tensor as good as any
+        assert keyed(other, before=plain) is None
 
 
-def test_a_tensor_elsewhere_has_no_key() -> None:
-    args = (MEMORY, MEMORY, MEMORY, 4, 5, 6, 0.5)
-    read = launch.reader(KERNEL, tuple(map(type, args)), ("A", "B"))
-    assert read(CPU, *args)[0] is not None
-    assert read(0, *args)[0] is None
+def test_a_tensor_elsewhere_has_no_key(stand_in: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stand_in, "get_current_device", lambda: 0)
+    assert keyed((MEMORY, MEMORY, MEMORY, 4, 5, 6, 0.5)) is None
 
 
 def test_every_kernel_of_the_package_can_be_launched_so() -> None:
@@ -138,65 +222,13 @@ def test_every_kernel_of_the_package_can_be_launched_so() -> None:
         assert not any(p.annotation for p in kernel.params if not p.is_constexpr), kernel
 
 
-class Driver:
-    """Loads anything, and notes what is launched instead of launching it."""
-
-    def __init__(self) -> None:
-        self.launched: list[tuple[Any, ...]] = []
-        self.stream = 7
-        self.utils = SimpleNamespace(
-            load_binary=lambda name, *_: (object(), hash(name), 1, 0, 1024),
-            get_device_properties=lambda device: {"max_shared_mem": 1 << 18},
-            unload_module=lambda module: None,
-        )
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Any:
-        def run(*told: Any) -> None:
-            *where, function, _, _, enter, leave = told[:9]
-            for hook in (enter, leave):
-                if hook is not None:
-                    hook(metadata)
-            given = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in told[9:]]
-            constants = {path[0] for path in source.constants}
-            self.launched.append(
-                (
-                    *where,
-                    function,
-                    metadata.launch_pdl,
-                    *(None if i in constants else x for i, x in enumerate(given)),
-                )
-            )
-
-        return run
-
-    def get_current_target(self) -> GPUTarget:
-        return HOPPER
-
-    def get_current_device(self) -> int:
-        return CPU
-
-    def get_current_stream(self, device: int) -> int:
-        assert device == CPU
-        return self.stream
-
-
-@pytest.fixture
-def stand_in(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> Iterator[Driver]:
-    there = Driver()
-    driver.set_active(there)
-    monkeypatch.setattr(knobs.cache, "dir", str(tmp_path))
-    yield there
-    gc.collect()  # kernels unload what they loaded
-    driver.reset_active() if torch.cuda.is_available() else driver.set_active(None)
-
-
 ARGS = (MEMORY[START:], MEMORY, MEMORY, 4, 5, 6, 0.5)
 
 
 @pytest.mark.skipif(knobs.runtime.interpret, reason="a kernel cannot be compiled here")
 class TestLaunch:
     def test_the_second_is_as_the_first_without_triton(
-        self, stand_in: Driver, monkeypatch: pytest.MonkeyPatch
+        self, launched: list[Any], stand_in: Driver, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         kernel, counted, ran = made(), Compilations(), list[str]()
         monkeypatch.setattr(knobs.runtime, "jit_post_compile_hook", None)
@@ -205,14 +237,14 @@ class TestLaunch:
         for stream in (7, 8):
             stand_in.stream = stream
             kernel[(3, 2)](*ARGS, A=1, B=2, num_warps=2, launch_pdl=True, **LAUNCH)
-        first, second = stand_in.launched
+        first, second = launched
         assert first[:4] == (3, 2, 1, 7)
         assert second == (3, 2, 1, 8, *first[4:])
         assert len(ran) == 1
         assert counted.at_start == 1
 
     def test_other_constants_options_and_alignments_are_other_kernels(
-        self, stand_in: Driver
+        self, launched: list[Any]
     ) -> None:
         kernel = made()
         for _ in range(2):
@@ -220,13 +252,13 @@ class TestLaunch:
             kernel[(1,)](*ARGS, B=1, A=2, **LAUNCH)
             kernel[(1,)](*ARGS, A=1, B=2, num_warps=8, **LAUNCH)
             kernel[(1,)](MEMORY[START + 8 :], *ARGS[1:], A=1, B=2, **LAUNCH)
-        count = len(stand_in.launched) // 2
-        assert stand_in.launched[:count] == stand_in.launched[count:]
-        compiled = {id(one.run) for _, by_key in kernel._known.values() for one in by_key.values()}
+        count = len(launched) // 2
+        assert launched[:count] == launched[count:]
+        compiled = {id(made) for one in kernel._bound.values() for made, *_ in one._ready.values()}
         assert len(compiled) == count == 4
 
     def test_whoever_watches_sees_every_launch(
-        self, stand_in: Driver, monkeypatch: pytest.MonkeyPatch
+        self, launched: list[Any], monkeypatch: pytest.MonkeyPatch
     ) -> None:
         kernel, seen = made(), list[str]()
         kernel[(1,)](*ARGS, A=1, B=2, **LAUNCH)
@@ -239,14 +271,15 @@ class TestLaunch:
         knobs.runtime.launch_exit_hook.remove(hook)
         kernel[(1,)](*ARGS, A=1, B=2, **LAUNCH)
         assert seen == ["run", "hook"]
-        assert len(stand_in.launched) == 3
+        assert len(launched) == 3
 
 
 def test_a_version_that_launches_otherwise_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(launch, "CudaLauncher", SimpleNamespace(__call__=lambda self, x, y: None))
+    other = SimpleNamespace(__call__=lambda self, x, y: None)
+    monkeypatch.setattr(launch, "nvidia", SimpleNamespace(CudaLauncher=other))
     assert not launch._as_known()
     assert caplog.text.count("launches its kernels itself") == 1
     monkeypatch.setattr(launch, "_AS_KNOWN", False)
-    assert launch.quick(KERNEL) is KERNEL
+    assert keyed((MEMORY, MEMORY, MEMORY, 4, 5, 6, 0.5)) is None
