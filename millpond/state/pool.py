@@ -31,6 +31,7 @@ class StatePool:
         self._leases: list[list[Lease]] = [[] for _ in range(size)]
         self._freed: list[SlotId] = []
         self._quarantined: dict[SlotId, str] = {}
+        self._changed: list[set[SlotId]] = []  # what each who asked has not looked at yet
 
     # The six verbs.
 
@@ -113,6 +114,7 @@ class StatePool:
         if self._phase[slot] is Phase.FREE:
             self._free.remove(slot)
         self._phase[slot] = Phase.QUARANTINED
+        self._note(slot)
         self._quarantined.setdefault(slot, why)
 
     @property
@@ -158,13 +160,24 @@ class StatePool:
         self._freed.clear()
         return freed
 
+    def changes(self) -> set[SlotId]:
+        """A set into which every slot goes whose holders or phase change; the caller empties it."""
+        self._changed.append(set())
+        return self._changed[-1]
+
+    def _note(self, slot: SlotId) -> None:
+        for changed in self._changed:
+            changed.add(slot)
+
     def _grant(self, lease: AnyLease) -> AnyLease:
         self._leases[lease.slot].append(lease)
+        self._note(lease.slot)
         return lease
 
     def _spend(self, lease: Lease) -> None:
         lease.live = False
         self._leases[lease.slot].remove(lease)
+        self._note(lease.slot)
 
     def _check(self, lease: Lease, kind: type[Lease], *, quarantined: bool = False) -> None:
         who = f"{lease.holder} on slot {lease.slot}"

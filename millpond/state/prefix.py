@@ -53,6 +53,8 @@ class PrefixIndex:
         self._checkpoints: dict[Checkpoint, PageNode] = {}
         self._num_pages = 0
         self._by_slot: dict[SlotId, Checkpoint] = {}
+        self._changed = pool.changes()  # slots that may have become evictable, or be so no longer
+        self._evictable: set[SlotId] = set()
         self._evicted: OrderedDict[bytes, Departure] = OrderedDict()
         self.order = EvictionOrder(seconds, eviction_policy)
         self._queue: list[tuple[bool, float, int, PageNode]] = []  # leaves, least wanted first
@@ -182,6 +184,7 @@ class PrefixIndex:
         node.checkpoint = checkpoint
         self._checkpoints[checkpoint] = node
         self._by_slot[lease.slot] = checkpoint
+        self._changed.add(lease.slot)
         self.order.add(checkpoint, above, node.nearest_checkpoints(), missed)
         self._touch(checkpoint, node)
         if not node.children and not node.ticket:
@@ -271,8 +274,18 @@ class PrefixIndex:
 
     @property
     def evictable_slots(self) -> int:
-        """How many slots `evict_slot` could free, one after another."""
-        return sum(map(self._frees_a_slot, self._checkpoints))
+        """How many slots `evict_slot` could free, one after another.
+
+        Looks at those alone whose holders have changed since it was last asked.
+        """
+        while self._changed:
+            slot = self._changed.pop()
+            checkpoint = self._by_slot.get(slot)
+            if checkpoint is not None and self._frees_a_slot(checkpoint):
+                self._evictable.add(slot)
+            else:
+                self._evictable.discard(slot)
+        return len(self._evictable)
 
     @property
     def evictable_pages(self) -> int:
@@ -330,11 +343,8 @@ class PrefixIndex:
         return alone and self._pages.references(node.page) == 1
 
     def _touch(self, checkpoint: Checkpoint, node: PageNode) -> None:
-        checkpoint.last_used = tick = next(self._clock)
-        above: PageNode | None = node
-        while above is not None:
-            above.last_used = tick
-            above = above.parent
+        """A use is one of every page above, too; they are told when the pages below them go."""
+        checkpoint.last_used = node.last_used = next(self._clock)
 
     def _drop(self, checkpoint: Checkpoint, *, evicted: bool = False) -> None:
         node = self._checkpoints[checkpoint]
@@ -362,6 +372,7 @@ class PrefixIndex:
         if above is None:
             raise Broken("the root of a salt is no leaf")
         del above.children[node.digest]
+        above.last_used = max(above.last_used, node.last_used)
         if not above.children:
             if above.parent is None:
                 del self._roots[node.salt]

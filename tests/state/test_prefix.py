@@ -12,7 +12,7 @@ from millpond.state.checkpoint import AnchorKind, Checkpoint, prefix_salt
 from millpond.state.lease import ReaderLease
 from millpond.state.pages import PageHandle, PagePool
 from millpond.state.pool import StatePool
-from millpond.state.prefix import PrefixIndex, PrefixMatch
+from millpond.state.prefix import PageNode, PrefixIndex, PrefixMatch
 
 PAGE = 4
 SALT = b"salt"
@@ -321,6 +321,100 @@ def test_a_leased_or_protected_slot_is_not_evicted() -> None:
     protect = frozenset([shelf.at(run(1))])
     assert (shelf.index.evictable_slots, shelf.index.evict_slot(protect)) == (1, False)
     assert shelf.index.evict_slot()
+
+
+def test_what_could_be_evicted_is_counted_by_what_changed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """However many checkpoints there are, one request more costs a look at its own slot or two."""
+    shelf = Shelf(slots=400, pages=400)
+    for page in range(300):
+        shelf.publish(run(page))
+    assert shelf.index.evictable_slots == 300
+    looks: list[object] = []
+    frees = PrefixIndex._frees_a_slot
+
+    def counted(self: PrefixIndex, checkpoint: Checkpoint) -> bool:
+        looks.append(checkpoint)
+        return frees(self, checkpoint)
+
+    monkeypatch.setattr(PrefixIndex, "_frees_a_slot", counted)
+    for _ in range(50):
+        assert shelf.index.evictable_slots == 300
+    assert not looks
+    lease = shelf.index.use(shelf.match(run(7, 9)), "request")
+    assert shelf.index.evictable_slots == 299
+    shelf.pool.release(lease)
+    assert shelf.index.evictable_slots == 300
+    shelf.publish(run(333))
+    assert shelf.index.evictable_slots == 301
+    shelf.pool.quarantine(shelf.at(run(8)).lease.slot, "a defect")
+    assert shelf.index.evictable_slots == 300
+    shelf.index.drop(shelf.at(run(9)))
+    assert shelf.index.evictable_slots == 299
+    assert len(looks) < 10
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 6)), max_size=60), st.booleans())
+def test_uses_reach_the_pages_above_as_if_each_had_been_told(
+    does: list[tuple[int, int]], deep: bool
+) -> None:
+    """The same pages go in the same order as where every page of a path is told of every use."""
+    plain, eager = Shelf(), Shelf()
+    eager.index = _Eager(eager.pool, eager.pages, PAGE)
+    prompts = [run(*(branch if deep or at else 0 for at in range(6))) for branch in range(6)]
+    for branch, length in does:
+        for shelf in (plain, eager):
+            tokens = prompts[branch][: length * PAGE]
+            if branch == 5:
+                shelf.index.evict_pages(length)
+            elif length == 6:
+                shelf.index.evict_slot()
+            elif shelf.pool.num_free and shelf.pages.num_free >= length:
+                shelf.publish(tokens)
+            found = shelf.match((*tokens, 1))
+            if found.checkpoint is not None:
+                shelf.pool.release(shelf.index.use(found, "request"))
+                shelf.pages.release(found.pages)
+        assert [plain.match(p).indexed_end for p in prompts] == [
+            eager.match(p).indexed_end for p in prompts
+        ]
+        assert [plain.match(p).end for p in prompts] == [eager.match(p).end for p in prompts]
+        assert plain.index.evictable_slots == sum(
+            map(plain.index._frees_a_slot, plain.index.checkpoints())
+        )
+
+
+class _Eager(PrefixIndex):
+    """Tells every page of a path of a use, at once."""
+
+    def _touch(self, checkpoint: Checkpoint, node: PageNode) -> None:
+        super()._touch(checkpoint, node)
+        above = node.parent
+        while above is not None:
+            above.last_used = node.last_used
+            above = above.parent
+
+
+def test_a_use_costs_the_same_however_long_the_path_is() -> None:
+    """Pages above are told of it when those below them go."""
+    shelf = Shelf()
+    for pages in ((1, 2), (3,)):
+        shelf.publish(run(*pages))
+    match = shelf.match(run(1, 2, 9))
+    shelf.pool.release(shelf.index.use(match, "request"))
+    shelf.pages.release(match.pages)
+    node = shelf.index.node_of(shelf.at(run(1, 2)))
+    above = node.parent
+    assert above is not None
+    assert node.last_used > above.last_used
+    while shelf.index.evict_slot():
+        pass
+    shelf.index.forget(node)
+    assert node.last_used == above.last_used
+    assert shelf.index.evict_pages(1) == 1
+    found = [shelf.match(run(page, 9)).indexed_end for page in (1, 3)]
+    assert found == [PAGE, 0], "the page of the later use stays"
 
 
 def test_a_dropped_checkpoint_lives_on_with_its_reader() -> None:
