@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -15,6 +14,7 @@ import httpx
 import pytest
 
 from tests.front.test_cli import ACCEPTANCE
+from tests.support.ports import free_port
 
 SCRIPT = """
 import os
@@ -51,9 +51,7 @@ def test_the_python_script_answers_four_and_says_what_was_chosen(tmp_path):
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     argv = [str(port) if a == "23333" else a for a in ACCEPTANCE[1:]]
     log = tmp_path / "log"
     with log.open("wb") as err:

@@ -11,6 +11,7 @@ from contextlib import ExitStack
 import httpx
 
 from tests.front.test_shutdown import ROOT, SERVER
+from tests.support.ports import free_port
 
 IMPATIENT = "from millpond.front import connections; connections.REQUEST_SECONDS = 1.0\n" + SERVER
 HEADERS = b"Host: x\r\nContent-Type: application/json\r\n"
@@ -23,9 +24,7 @@ STREAM = b"POST /v1/completions HTTP/1.1\r\n%sContent-Length: %d\r\n\r\n%s" % (
 
 
 def test_a_connection_without_a_request_ends_and_one_that_is_answered_does_not():
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-c", IMPATIENT, str(port), "1"]
     with (
         subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process,

@@ -15,6 +15,7 @@ from millpond.front.load.command import body, prompts
 from millpond.front.load.drive import Outcome, Pace
 from millpond.front.load.report import at_once, quantile, spread, summary
 from millpond.front.load.wire import Target
+from tests.support.ports import free_port
 
 WORDS = "word " * 400
 
@@ -145,10 +146,7 @@ def test_requests_that_fail_are_counted_and_make_a_status(serve, capsys):
 
 
 def test_a_server_that_is_not_there_is_one_line(capsys):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    assert cli.main(["bench", "serve", f"http://127.0.0.1:{port}"]) == 1
+    assert cli.main(["bench", "serve", f"http://127.0.0.1:{free_port()}"]) == 1
     assert capsys.readouterr().err.count("\n") == 1
 
 

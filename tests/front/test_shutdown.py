@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -12,6 +11,8 @@ from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 SERVER = """
@@ -35,9 +36,7 @@ def start() -> Iterator[Callable[[float], Started]]:
     processes: list[subprocess.Popen[str]] = []
 
     def run(drain_seconds: float) -> Started:
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
+        port = free_port()
         process = subprocess.Popen(
             [sys.executable, "-c", SERVER, str(port), str(drain_seconds)],
             cwd=ROOT,

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
 import pytest
+
+from tests.support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[3]
 COMMAND = """
@@ -57,22 +56,13 @@ def alive(pid: int) -> bool:
     return state != "Z"
 
 
-def _free_port() -> int:
-    """One that stays free: below those that the system itself gives to whoever connects."""
-    while True:
-        port = 15000 + secrets.randbelow(17000)
-        with socket.socket() as tried, suppress(OSError):
-            tried.bind(("127.0.0.1", port))
-            return port
-
-
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Served]]:
     """Starts servers; whatever is left of them afterwards is killed."""
     started: list[Served] = []
 
     def start(opener: str = "open_slow", *flags: str, phase: str = "ready") -> Served:
-        port = _free_port()
+        port = free_port()
         words = [opener, "--server-port", str(port), "--log-level", "WARNING", *flags]
         process = subprocess.Popen(
             [sys.executable, "-c", COMMAND, *words],

@@ -14,6 +14,7 @@ from pathlib import Path
 
 from millpond.store.config import MooncakeConfig
 from millpond.units import MIB
+from tests.support.ports import free_port
 
 OWNER = """
 import os, sys
@@ -26,12 +27,6 @@ print(code, flush=True)
 sys.stdin.read()
 if code == 0: client.close()
 """
-
-
-def free_port() -> int:
-    with socket.socket() as s:
-        s.bind(("127.0.0.1", 0))
-        return s.getsockname()[1]
 
 
 def _end_with_parent() -> None:
