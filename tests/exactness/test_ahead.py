@@ -91,3 +91,24 @@ def test_penalties_and_what_must_not_be_drawn_yet_are_counted_on_the_device(
     asks = [Ask(OTHER[:118], WEIGHED), Ask(PROMPTS[4], replace(GREEDY, max_tokens=40))]
     served = ahead(family, k, asks, ALONG)
     assert served.stats.steps_ahead == served.stats.steps - 1
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("k", [0, 2])
+@pytest.mark.parametrize("mode", ["interior", "split"])
+def test_rows_of_prompts_follow_each_other_in_flight(family: str, k: int, mode: str) -> None:
+    """In pieces, beside live rows, saved inside and at their ends, and found by whoever comes."""
+    short = SamplingParams(max_tokens=6, temperature=0.0, ignore_eos=True)
+    several = SamplingParams(max_tokens=4, temperature=1.2, top_k=30, seed=3, n=2, ignore_eos=True)
+    asks = [
+        Ask(BASE, short),
+        Ask(OTHER, short, arrives=2),
+        Ask((*BASE[:200], *OTHER[:61]), several, arrives=3),
+        Ask(BASE, short, arrives=4, aborted=6),
+        Ask(BASE, several, arrives=12),
+    ]
+    pieces = {**ALONG, "max_prefill_tokens": 128, "checkpoint_mode": mode}
+    served = ahead(family, k, asks, pieces, late=True)
+    assert served.stats.steps_ahead > served.stats.steps - 5
+    assert any(plan.prefill and plan.verify for plan in served.executor.plans)
+    assert served.cached[4] > 0
