@@ -106,10 +106,7 @@ def paged_gqa(
 
 @triton.jit
 def _vectors(pages, base, entry, there, D: tl.constexpr, DP: tl.constexpr):
-    """A tile's vectors [TILE, DP]: entries of a page at `base`, or of pages at bases of their own.
-
-    Zero where nothing is.
-    """
+    """A tile's vectors [TILE, DP]: entries of the page at `base`, zero where nothing is."""
     d = tl.arange(0, DP)
     mask = there[:, None]
     if D != DP:
@@ -123,22 +120,18 @@ def _fold(
     queries, position, top, total, mixed, tile, head, end, keys, values, pages_of_row,
     key_stride, value_stride, first_position, scale,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
-    TILE: tl.constexpr, SEEN: tl.constexpr,
+    TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile into the running maximum (of scores times log2 e), sum and mix of every line.
-
-    SEEN: every line sees all of it.
-    """
+    """One tile into the running maximum (of scores times log2 e), sum and mix of every line."""
     lane = tl.arange(0, TILE)
     at = tile * TILE + lane
     page = tl.load(pages_of_row + tile).to(tl.int64)
-    there = at < tl.where(page >= 0, end, 0)
+    there = at < tl.where(page >= 0, end.to(tl.int32), 0)
     page = tl.maximum(page, 0)
     k = _vectors(keys, page * key_stride + head * (TILE * D), lane, there, D, DP)
     scores = product(queries, tl.trans(k), queries.dtype, "tf32x3")
-    if not SEEN:
-        seen = (at[None, :] <= position[:, None]) & (at >= first_position)[None, :]
-        scores = tl.where(seen, scores, float("-inf"))
+    seen = (at[None, :] <= position[:, None]) & (at >= first_position)[None, :]
+    scores = tl.where(seen, scores, float("-inf"))
     new = tl.maximum(top, tl.max(scores, 1) * scale)
     finite = tl.where(new == float("-inf"), 0.0, new)
     shrink = tl.exp2(top - finite)
@@ -151,24 +144,19 @@ def _fold(
 
 @triton.jit
 def _fold_range(
-    queries, position, begin, full, stop, head, end, keys, values, pages_of_row,
+    queries, position, begin, stop, head, end, keys, values, pages_of_row,
     key_stride, value_stride, first_position, scale,
     LINES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles begin .. stop - 1, in that order; every line sees all of those before `full`."""
+    """Tiles begin .. stop - 1, rising, in one loop: beside a second, each wgmma is waited for."""
     top = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
     mixed = tl.zeros([LINES, DVP], tl.float32)
-    for tile in range(begin, full):
+    for tile in range(begin, stop):
         top, total, mixed = _fold(
             queries, position, top, total, mixed, tile, head, end, keys, values, pages_of_row,
-            key_stride, value_stride, first_position, scale, D, DP, DV, DVP, TILE, True,
-        )  # fmt: skip
-    for tile in range(full, stop):
-        top, total, mixed = _fold(
-            queries, position, top, total, mixed, tile, head, end, keys, values, pages_of_row,
-            key_stride, value_stride, first_position, scale, D, DP, DV, DVP, TILE, False,
+            key_stride, value_stride, first_position, scale, D, DP, DV, DVP, TILE,
         )  # fmt: skip
     return top, total, mixed
 
@@ -206,10 +194,8 @@ def _chunk(
         start = tl.load(row_start + row).to(tl.int64)
         last = start + tl.minimum(first + QUERIES, length) - 1
         stop = tl.minimum(last // TILE + 1, num_pages).to(tl.int32)
-        full = ((start + first + 1) // TILE).to(tl.int32)
-        full = tl.where(first_position > 0, 0, tl.minimum(full, stop))
         _top, total, mixed = _fold_range(
-            queries, tl.where(real, start + step, -1), 0, full, stop, kv_head,
+            queries, tl.where(real, start + step, -1).to(tl.int32), 0, stop, kv_head,
             tl.load(row_end + row).to(tl.int64), keys, values,
             page_table + row.to(tl.int64) * table_stride, key_stride, value_stride,
             first_position, scale, LINES, D, DP, DV, DVP, TILE,
@@ -261,9 +247,9 @@ def _singles(
             mask=real[:, None] & (d < D)[None, :],
             other=0.0,
         )
-        position = tl.load(positions + packed).to(tl.int64)
+        position = tl.load(positions + packed).to(tl.int32)
         top, total, mixed = _fold_range(
-            queries, tl.where(real, position, -1), begin, begin, tl.minimum(begin + span, tiles),
+            queries, tl.where(real, position, -1), begin, tl.minimum(begin + span, tiles),
             kv_head, tl.load(row_end + row).to(tl.int64), keys, values,
             page_table + row * table_stride, key_stride, value_stride,
             first_position, scale, HEADS_IN_BLOCK, D, DP, DV, DVP, TILE,

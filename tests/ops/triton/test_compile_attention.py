@@ -13,7 +13,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.interpreter
-def test_tokens_that_select_and_all_kinds_of_tiles_are_summed_in_one_order(tmp_path: Path) -> None:
+def test_whoever_selects_and_whatever_a_tile_is_sums_have_one_order(tmp_path: Path) -> None:
     """In a process without the interpreter, which compiles nothing."""
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
@@ -23,5 +23,5 @@ def test_tokens_that_select_and_all_kinds_of_tiles_are_summed_in_one_order(tmp_p
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     for dtype in ("float32", "bfloat16"):
-        for kernel, loops in (("attention._chunk", 2), ("latent._singles", 1)):
-            assert f"{kernel}, torch.{dtype}: {loops} loops" in done.stdout
+        for kernel in ("attention._chunk", "latent._singles"):
+            assert f"{kernel}, torch.{dtype}: 1 loops" in done.stdout
