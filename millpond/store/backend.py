@@ -55,6 +55,9 @@ class Backend(Protocol):
     name: str
     bound: float
     """Seconds after which every call has returned or raised."""
+    seals: bool
+    """Whether it keeps a checksum of key and bytes with each object, and a get compares it: then
+    nobody else has to."""
 
     def register(self, memory: memoryview) -> None:
         """Announce a long-lived range that views of later calls will lie in."""

@@ -63,6 +63,7 @@ class FileStore:
     """
 
     name = "file"
+    seals = True
 
     def __init__(self, directory: str | Path, capacity: int, *, bound: float = 30.0) -> None:
         self.root = Path(directory)

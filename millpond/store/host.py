@@ -27,6 +27,7 @@ class HostStore:
     """
 
     name = "host"
+    seals = False
     bound = 10.0
 
     def __init__(self, capacity: int) -> None:

@@ -63,6 +63,7 @@ class MooncakeStore:
     """
 
     name = "mooncake"
+    seals = True
     bound = 75.0
 
     def __init__(self, config: MooncakeConfig) -> None:

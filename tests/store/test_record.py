@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import threading
+import zlib
 from dataclasses import fields
 
 import pytest
@@ -11,10 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from millpond.state.checkpoint import AnchorKind
+from millpond.store.file import FileStore
+from millpond.store.host import HostStore
 from millpond.store.identity import Identity
 from millpond.store.jobs import Epoch, Lookup
 from millpond.store.record import Manifest, chain, manifest_bytes, pack_tokens, record_root
-from tests.store.worlds import World, identity
+from tests.store.worlds import PAGE, SLOT, ScriptedStore, World, identity
 
 DICE = random.Random(1)
 TOKENS = [DICE.randrange(50) for _ in range(320)]
@@ -129,6 +132,58 @@ def test_nothing_is_remembered_of_jobs_that_are_over():
         assert one.ended.get(timeout=10)[1].why in ("cancelled", "absent")
         assert [len(rank._wanted) for rank in one.connector._ranks] == [0] * one.connector.num_ranks
         one.close()
+
+
+@pytest.mark.parametrize("kind", ["file", "host", "scripted"])
+def test_every_byte_is_checked_once_each_way_and_damage_is_found_all_the_same(
+    kind, tmp_path, monkeypatch
+):
+    """By the store where that seals what it keeps, else by the rank: never by both, nor by none."""
+    checked: list[int] = []
+    crc32 = zlib.crc32
+
+    def counted(data, start=0):
+        checked.append(memoryview(data).nbytes)
+        return crc32(data, start)
+
+    store = {
+        "file": lambda: FileStore(tmp_path / "s", 1 << 20),
+        "host": lambda: HostStore(1 << 20),
+        "scripted": ScriptedStore,
+    }[kind]()
+    one = World(backends=[store])
+    tokens = list(range(256))
+    record = SLOT + 4 * PAGE
+    monkeypatch.setattr("millpond.store.record.zlib.crc32", counted)  # one module, whoever calls
+    assert one.put(tokens, 1, [1, 2, 3, 4]).why == ""
+    assert sum(size for size in checked if size in (SLOT, PAGE)) == record
+    checked.clear()
+    found = one.lookup(tokens)
+    assert one.get(found, 2, [5, 6, 7, 8]).why == ""
+    assert sum(size for size in checked if size in (SLOT, PAGE)) == record
+    assert one.bytes_of(2, [5, 6, 7, 8]) == one.bytes_of(1, [1, 2, 3, 4])
+    _damage(store, SLOT)
+    assert one.get(found, 3, [9, 10, 11, 0]).why in ("absent", "damaged")
+    assert one.lookup(tokens).why == "absent"  # and nobody tries it again
+    one.close()
+
+
+def _damage(store, size: int) -> None:
+    """One bit of the only object of so many bytes."""
+    if isinstance(store, FileStore):
+        for path in store.root.glob("??/*"):
+            data = bytearray(path.read_bytes())
+            if len(data) > size and data[8 + 4 + 4 : 8 + 4 + 4 + 8] == size.to_bytes(8, "little"):
+                data[-1] ^= 1
+                path.write_bytes(data)
+    elif isinstance(store, HostStore):
+        for held in store._objects.values():
+            if len(held.data) == size:
+                held.data[-1] ^= 1
+    else:
+        for key, data in list(store.objects.items()):
+            if len(data) == size:
+                store.objects[key] = data[:-1] + bytes([data[-1] ^ 1])
 
 
 def test_pages_are_put_once_in_a_generation_and_again_when_the_store_lost_them(world):

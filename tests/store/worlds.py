@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from millpond.state.checkpoint import AnchorKind
 from millpond.state.lease import PageId, SlotId
-from millpond.store.backend import BackendStats, Item, StoreUnavailable
+from millpond.store.backend import Backend, BackendStats, Item, StoreUnavailable
 from millpond.store.connector import Connector, Limits
 from millpond.store.door import Door
 from millpond.store.identity import Identity
@@ -53,6 +53,7 @@ class ScriptedStore:
     """
 
     name = "scripted"
+    seals = False
     bound = 30.0
 
     def __init__(self, shelf: Shelf | None = None) -> None:
@@ -133,12 +134,13 @@ class World:
         limits: Limits | None = None,
         seed: int = 0,
         memories: Sequence[RankMemory] | None = None,
+        backends: Sequence[Backend] | None = None,
     ) -> None:
         self.shelf = shelf or Shelf()
         who = who or identity(tp_size=num_ranks)
         names = tuple(who.namespace(rank) for rank in range(num_ranks))
         self.epoch = Epoch(namespaces=names)
-        self.stores = [ScriptedStore(self.shelf) for _ in range(num_ranks)]
+        self.stores = backends or [ScriptedStore(self.shelf) for _ in range(num_ranks)]
         self.memories = memories or [arenas(seed=seed + rank) for rank in range(num_ranks)]
         self.doors = [
             Door(lambda store=store: store, memory.regions(), retry_after=0.0)
