@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -46,12 +47,40 @@ def test_a_conversation_starts_each_turn_where_the_last_answer_ended(pipe):
     assert pipe(history[:-40], greedy(40)).token_ids == answer.token_ids
 
 
-def test_messages_of_one_system_prompt_sent_together_compute_it_once(pipe):
+def plan_together(pipe: Pipeline, count: int, patch: pytest.MonkeyPatch) -> threading.Thread:
+    """Occupies the engine until `count` requests wait for it, so that one step finds them all."""
+    engine, entered, all_there = pipe.service.engine, threading.Event(), threading.Event()
+    executor, came = engine._flights._executor, []
+    submit, launch = engine.submit, executor.launch
+
+    def counted(request):
+        stream = submit(request)
+        came.append(request)
+        if len(came) == 1 + count:
+            all_there.set()
+        return stream
+
+    def late(plan):
+        entered.set()
+        assert all_there.wait(60)
+        return launch(plan)
+
+    patch.setattr(engine, "submit", counted)
+    patch.setattr(executor, "launch", late)
+    occupying = threading.Thread(target=pipe, args=([5, 6, 7], greedy(1)))
+    occupying.start()
+    assert entered.wait(60)
+    return occupying
+
+
+def test_messages_of_one_system_prompt_sent_together_compute_it_once(pipe, monkeypatch):
     asked = [
         [{"role": "system", "content": SYSTEM}, {"role": "user", "content": f"{n} sacks?"}]
         for n in (7, 11, 13, 5)
     ]
+    occupying = plan_together(pipe, len(asked), monkeypatch)
     answers = pipe(asked, greedy(8))
+    occupying.join(60)
     first, *others = (answer.cached_tokens for answer in answers)
     assert first == 0
     assert len(set(others)) == 1
