@@ -81,6 +81,11 @@ class Watchdog:
             launched = self._executor.launch(plan)
         return _Watched(self, launched)
 
+    def draw(self, launched: Launched, masks: tuple[SeatMask, ...]) -> None:
+        """Tell a step in flight what seats may draw: the rest of it is launched."""
+        with self._inside():
+            launched.draw(masks)
+
     def land(self, launched: Launched) -> StepResult:
         """Wait for the oldest step in flight."""
         with self._inside():
@@ -139,8 +144,8 @@ class _Watched:
         self._watchdog, self._launched = watchdog, launched
 
     def draw(self, masks: tuple[SeatMask, ...]) -> None:
-        """Tell what seats may draw."""
-        self._launched.draw(masks)
+        """Tell what seats may draw. Raises `GivenUp`."""
+        self._watchdog.draw(self._launched, masks)
 
     def result(self) -> StepResult:
         """Wait for the step's end. Raises `StepFailed`, and `GivenUp`."""

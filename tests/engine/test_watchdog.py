@@ -118,6 +118,7 @@ class Flying:
 
     def __init__(self, meanwhile) -> None:
         self.result = meanwhile
+        self.draw = lambda masks: meanwhile()
 
 
 class Device:
@@ -160,6 +161,17 @@ def test_a_step_counts_from_the_end_of_the_one_before_it():
     assert dog.tripped
     with pytest.raises(GivenUp):
         dog.launch(plan(6))
+    assert len(given_up) == 1
+
+
+def test_a_step_whose_rest_is_launched_too_long_is_given_up():
+    device, dog, given_up, now = watched()
+    flight = dog.launch(plan(1))
+    flight.draw(())
+    assert given_up == []
+    device.meanwhile = lambda: (now.__setitem__(0, now[0] + 100.0), dog.look())
+    with pytest.raises(GivenUp):
+        flight.draw(())
     assert len(given_up) == 1
 
 
