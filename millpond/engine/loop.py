@@ -1,7 +1,7 @@
 """The engine: one thread that schedules, launches and commits steps, and the doors into it.
 
-Everything that may come from other threads passes through one small inbox; requests, queues and the
-ledger belong to the engine's thread alone.
+What other threads ask for passes through the `Intake`; queues and the ledger belong to the engine's
+thread alone.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from millpond.engine.constraint import Constraint
 from millpond.engine.flights import Flights
 from millpond.engine.grammar import Grammar, Grammars
 from millpond.engine.guidance import Guidance
+from millpond.engine.intake import Intake
 from millpond.engine.ledger import Ledger
 from millpond.engine.lifecycle import new_epoch
 from millpond.engine.outbox import Outbox, Sink
@@ -31,7 +32,7 @@ from millpond.engine.stream import RequestStream
 from millpond.engine.tiers import Store, Tiers
 from millpond.engine.types import EngineRequest, EngineStats
 from millpond.engine.watchdog import Watchdog
-from millpond.errors import Rejected, Unavailable
+from millpond.errors import Rejected
 from millpond.plan.counts import counts_of
 from millpond.plan.step import Executor
 from millpond.store.jobs import Job, Report
@@ -39,9 +40,6 @@ from millpond.store.jobs import Job, Report
 __all__ = ["Engine", "EngineSettings", "RequestStream"]
 
 logger = logging.getLogger(__name__)
-
-FAREWELL = 5.0
-"""Seconds that a step which was given up may still take to end."""
 
 
 class Engine:
@@ -71,7 +69,8 @@ class Engine:
         self._executor = executor
         self._ledger = Ledger(settings, self.capabilities)
         self._scheduler = Scheduler(self._ledger, self.capabilities)
-        self._outbox = Outbox(self._ledger.counters, self._forget, sink)
+        self._intake = Intake()
+        self._outbox = Outbox(self._ledger.counters, self._intake.remove, sink)
         self._committer = Committer(self._ledger, self._scheduler, self._outbox)
         self._ahead = Ahead(self._scheduler, self.capabilities)
         limit = settings.watchdog_seconds
@@ -82,29 +81,19 @@ class Engine:
             self._tiers = Tiers(self._ledger, self._scheduler, self.capabilities, store, clock)
             store.connector.start(self._transferred)
         self._guidance = Guidance(grammars, settings.eos_token_ids, self.capabilities.vocab_size)
-        self._failure: str | None = None
-        # Shared with other threads, under this one condition.
-        self._changed = threading.Condition()
-        self._inbox: list[Callable[[], None]] = []
-        self._live: dict[str, Request] = {}
-        self._arrivals = 0
-        self._closing = self._draining = False
-        self._stopping = False
-        self._thread: threading.Thread | None = None
         self._aborting: list[Request] = []
-        self._stepping: threading.Thread | None = None  # who is within a step
 
-    # Doors, open to every thread.
+    # For every thread.
 
     @property
     def healthy(self) -> bool:
         """False once the engine has failed for good; see `failure`."""
-        return self._failure is None
+        return self._intake.failure is None
 
     @property
     def failure(self) -> str | None:
         """What ended the engine, None while it is healthy."""
-        return self._failure
+        return self._intake.failure
 
     def prepare(self, constraint: Constraint) -> Future[Grammar]:
         """Compile a constraint in another thread; returns at once.
@@ -128,35 +117,27 @@ class Engine:
         stop_ids = frozenset(request.params.stop_token_ids)
         if not request.params.ignore_eos:
             stop_ids |= frozenset(self.settings.eos_token_ids)
-        with self._changed:
-            if self._failure is not None:
-                raise Unavailable(f"the engine has failed: {self._failure}")
-            if self._closing:
-                raise Unavailable("the engine is closing and takes no more requests")
-            if request.request_id in self._live:
-                raise Rejected(f"request id {request.request_id!r} is in use", param="request_id")
-            accepted = Request(
-                request,
-                self._arrivals,
-                stream,
-                stop_ids=stop_ids,
-                token_limit=submission.token_limit(self.settings, self.capabilities),
+        limit = submission.token_limit(self.settings, self.capabilities)
+        with self._intake.changed:
+            accepted = self._intake.accept(
+                request.request_id,
+                lambda arrival: Request(
+                    request, arrival, stream, stop_ids=stop_ids, token_limit=limit
+                ),
             )
-            self._arrivals += 1
-            self._live[request.request_id] = accepted
             if grammar is None:
-                self._post(lambda: self._enter(accepted, None))
+                self._intake.post(lambda: self._enter(accepted, None))
         if grammar is not None:
             grammar.add_done_callback(lambda compiled: self._compiled(accepted, compiled))
         return stream
 
     def abort(self, request_id: str) -> None:
         """End a request at the next yield point; unknown and finished ones are ignored."""
-        with self._changed:
-            request = self._live.get(request_id)
+        with self._intake.changed:
+            request = self._intake.find(request_id)
             if request is not None and not request.aborting:
                 request.aborting = True
-                self._post(lambda: self._aborting.append(request))
+                self._intake.post(lambda: self._aborting.append(request))
 
     def flush_cache(self) -> None:
         """Make every checkpoint unfindable; returns once that is done.
@@ -169,12 +150,13 @@ class Engine:
             new_epoch(self._ledger, self._scheduler)
             done.set()
 
-        with self._changed:
-            if self._failure is not None or self._stopping:
+        intake = self._intake
+        with intake.changed:
+            if intake.ended:
                 return
-            self._post(flush)
-            thread = self._thread
-        if thread is None and self._stepping is None:
+            intake.post(flush)
+            thread = intake.thread
+        if thread is None and intake.stepping is None:
             self._read_inbox()
         elif thread is not None and thread is not threading.current_thread():
             done.wait()
@@ -184,17 +166,12 @@ class Engine:
 
         Running requests may hold some of the pages that the index holds.
         """
-        with self._changed:
-            live = len(self._live)
+        live = len(self._intake.live())
         return snapshot(self._ledger, self._scheduler, self._tiers, live, counts_of(self._executor))
 
     def start(self) -> None:
         """Run in a thread of its own until `close`."""
-        with self._changed:
-            if self._thread is not None or self._stopping:
-                raise RuntimeError("an engine is started once")
-            self._thread = threading.Thread(target=self._run, name="millpond-engine", daemon=True)
-        self._thread.start()
+        self._intake.start(self._run)
         if self._watchdog is not None:
             self._watchdog.start()
 
@@ -205,50 +182,16 @@ class Engine:
         is closing once. Whom the engine calls, as it does a sink, may close it without `drain`
         only: `RuntimeError`, with nothing changed, where that would wait for the engine itself.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._changed:
-            thread = self._thread
-            if not self._stopping:
-                self._refuse_to_wait_for_itself(drain)
-            self._closing = True
-            self._draining = self._draining or drain
-            self._changed.notify_all()
-            if drain and thread is not None:
-                self._changed.wait_for(lambda: not self._live, timeout)
-        if drain and thread is None:
-            while (deadline is None or time.monotonic() < deadline) and self.step():
-                pass
-        with self._changed:
-            already, self._stopping = self._stopping, True
-            self._changed.notify_all()
-        if thread is None:
-            if not already:
-                self._shut()
-        elif thread is not threading.current_thread():
-            self._join(thread)
-
-    def _join(self, thread: threading.Thread) -> None:
-        """Wait for the engine's thread, but not for a step that was given up."""
-        while thread.is_alive() and not (self._watchdog is not None and self._watchdog.tripped):
-            thread.join(FAREWELL)
-        thread.join(FAREWELL)
-        if thread.is_alive():
-            logger.error("a step that does not end is left to itself, and its device with it")
-
-    def _refuse_to_wait_for_itself(self, drain: bool) -> None:
-        here = threading.current_thread()
-        if self._thread is None and self._stepping is here:
-            raise RuntimeError("an engine that is stepped by hand is closed between two steps")
-        if self._thread is here and drain:
-            raise RuntimeError(
-                "close(drain=True) waits for requests to end, and the thread that calls it is the"
-                " one that serves them: use close(drain=False), or call it from another thread"
-            )
+        self._intake.drain(drain, timeout, self.step)
+        first = self._intake.stop()
+        if self._intake.thread is not None:
+            self._intake.join(lambda: self._watchdog is not None and self._watchdog.tripped)
+        elif first:
+            self._shut()
 
     def _compiled(self, request: Request, grammar: Future[Grammar]) -> None:
         """Called by the thread that compiled what a request asks for."""
-        with self._changed:
-            self._post(lambda: self._enter(request, grammar))
+        self._intake.post(lambda: self._enter(request, grammar))
 
     # The engine's own thread.
 
@@ -274,16 +217,16 @@ class Engine:
         What the executor raises, other than `StepFailed`, ends the engine and every stream, not
         this call. A broken invariant of the engine's own is raised as well.
         """
-        if self._failure is not None:
+        if not self.healthy:
             return False
-        self._stepping = threading.current_thread()
         try:
-            return self._step()
-        except Exception as error:
-            self._die(error)
-            raise
+            with self._intake.step():
+                try:
+                    return self._step()
+                except Exception as error:
+                    self._die(error)
+                    raise
         finally:
-            self._stepping = None
             self._outbox.flush()
 
     def _step(self) -> bool:
@@ -296,7 +239,7 @@ class Engine:
             self._end_aborted()
         elif self._tiers is not None:
             self._tiers.storing.advance()  # it reads what is fixed, and no step writes
-        if not self._stopping:
+        if not self._intake.stopping:
             self._launch(self._schedule_ahead())
         self._land()
         return True
@@ -330,7 +273,7 @@ class Engine:
     def _land(self) -> None:
         """Wait for the older step in flight, and commit it."""
         landed = self._flights.land()
-        if self._failure is not None:  # it was given up, and all streams have ended
+        if not self.healthy:  # it was given up, and all streams have ended
             self._scheduler.abandon()
             return
         # What was asked during the forward counts before anything of it is published.
@@ -350,10 +293,8 @@ class Engine:
         self._audit()
 
     def _read_inbox(self) -> None:
-        with self._changed:
-            todo, self._inbox = self._inbox, []
-        for do in todo:
-            do()
+        for call in self._intake.take():
+            call()
 
     def _end_aborted(self) -> None:
         aborting, self._aborting = self._aborting, []
@@ -362,7 +303,7 @@ class Engine:
 
     def _wait_by_hand(self) -> bool:
         """Where nobody else lets time pass: wait for a transfer that a request waits for."""
-        if self._thread is not None or self._tiers is None:
+        if self._intake.thread is not None or self._tiers is None:
             return False
         return bool(self._scheduler.waiting or self._scheduler.running) and self._tiers.wait()
 
@@ -371,23 +312,17 @@ class Engine:
         tiers = self._tiers
         if tiers is None:
             return
-        with self._changed:
-            self._post(lambda: tiers.ended(job, report))
+        self._intake.post(lambda: tiers.ended(job, report))
         tiers.news.set()
 
     def _run(self) -> None:
         try:
-            while True:
-                with self._changed:
-                    if self._stopping or self._failure is not None:
-                        break
+            while not self._intake.ended:
                 if not self.step():
-                    patience = None if self._tiers is None else self._tiers.patience()
-                    with self._changed:
-                        self._changed.wait_for(lambda: self._inbox or self._stopping, patience)
+                    self._intake.wait(None if self._tiers is None else self._tiers.patience())
         except Exception as error:
             logger.exception("the engine failed; no request is served any more")
-            if self._failure is None:  # not by a step: also then nothing more may be accepted
+            if self.healthy:  # not by a step: also then nothing more may be accepted
                 self._die(error)
         self._shut()
 
@@ -400,10 +335,10 @@ class Engine:
             logger.exception("the engine failed while it was closed")
             self._die(error)  # nobody waits for an answer for ever
         self._read_inbox()
-        for request in self._left():
+        for request in self._intake.live():
             self._committer.end_request(request, "abort")
         if self._tiers is not None:
-            self._tiers.close(drain=self._draining)
+            self._tiers.close(drain=self._intake.draining)
             self._read_inbox()
         self._ledger.index.clear()
         self._outbox.flush()
@@ -414,39 +349,22 @@ class Engine:
 
     def _give_up(self, why: str) -> None:
         """A step does not end: end every stream. The engine's own thread waits meanwhile."""
-        with self._changed:
-            self._failure = why
+        self._intake.fail(why)
         self._end_streams()
         self._outbox.flush()
 
     def _die(self, error: Exception) -> None:
         """End every stream; nothing is accepted from here on."""
-        with self._changed:
-            self._failure = self._failure or f"{type(error).__name__}: {error}"
+        self._intake.fail(f"{type(error).__name__}: {error}")
         self._flights.abandon()
         self._end_streams()
         self._scheduler.abandon()
 
     def _end_streams(self) -> None:
         self._read_inbox()
-        for request in self._left():
+        for request in self._intake.live():
             for sequence in request.samples:
-                self._outbox.end(sequence, "error", f"the engine has failed: {self._failure}")
-
-    def _left(self) -> list[Request]:
-        with self._changed:
-            return list(self._live.values())
-
-    def _forget(self, request: Request) -> None:
-        with self._changed:
-            del self._live[request.spec.request_id]
-            if not self._live:
-                self._changed.notify_all()
-
-    def _post(self, do: Callable[[], None]) -> None:
-        """Hand something to the engine's thread; the caller holds the condition."""
-        self._inbox.append(do)
-        self._changed.notify_all()
+                self._outbox.end(sequence, "error", f"the engine has failed: {self.failure}")
 
     def _audit(self, *about: Scheduled) -> None:
         """Check every invariant of the ledger, where the settings ask for it.

@@ -221,8 +221,8 @@ def test_whom_the_engine_calls_cannot_make_it_wait_for_itself(drain):
     engine = Engine(tower.settings, tower.executor, sink)
     engine.submit(tower.request(range(100), max_tokens=50))
     engine.start()
-    engine._thread.join(30)
-    assert not engine._thread.is_alive()
+    engine._intake.thread.join(30)
+    assert not engine._intake.thread.is_alive()
     assert tower.executor.closed
     assert ("another thread" in told[0]) is drain
     assert engine.stats().finished == {"length" if drain else "abort": 1}
@@ -263,8 +263,8 @@ def test_an_engine_whose_sink_fails_accepts_nothing_more():
     engine = Engine(made.settings, made.executor, sink)
     engine.start()
     engine.submit(made.request(range(10)))
-    assert engine._thread is not None
-    engine._thread.join(10)
+    assert engine._intake.thread is not None
+    engine._intake.thread.join(10)
     assert not engine.healthy
     with pytest.raises(Unavailable, match="nobody listens"):
         engine.submit(made.request(range(10)))

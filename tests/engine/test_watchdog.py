@@ -87,7 +87,7 @@ def test_a_step_that_never_ends_ends_every_request_and_the_engine(caplog, in_lau
 
 @pytest.mark.parametrize("drain", [True, False])
 def test_an_engine_is_closed_though_its_step_never_ends(monkeypatch, drain):
-    monkeypatch.setattr("millpond.engine.loop.FAREWELL", 0.05)
+    monkeypatch.setattr("millpond.engine.intake.FAREWELL", 0.05)
     tower = Tower(watchdog_seconds=1e6)
     executor = Stuck(tower.executor)
     engine = Engine(tower.settings, executor)
@@ -102,7 +102,7 @@ def test_an_engine_is_closed_though_its_step_never_ends(monkeypatch, drain):
     assert [reason for _, reason in collect(stream).values()] == ["error"]
     assert not tower.executor.closed
     executor.release.set()
-    engine._thread.join(30)
+    engine._intake.thread.join(30)
     assert tower.executor.closed
 
 
