@@ -1,4 +1,4 @@
-"""Command line flags and the configuration file: `config.py` under other spellings."""
+"""Command line flags and the configuration file: `millpond.config` under other spellings."""
 
 from __future__ import annotations
 
