@@ -170,6 +170,17 @@ def test_a_state_that_was_not_written_takes_the_row_ahead_with_it(late):
 
 
 @pytest.mark.parametrize("num_drafts", KS)
+def test_a_piece_of_a_prompt_that_was_not_written_takes_all_samples_with_it(num_drafts):
+    made = tower(num_drafts, max_prefill_tokens=64)
+    request = made.request(range(128), max_tokens=9, n=3)
+    lost = iter([True])
+    made.executor.writes = lambda slot, end: not next(lost, False)
+    assert made.answers([request]) == [made.naive(request)]
+    assert made.engine.stats().rows_wasted >= 1
+    made.assert_nothing_is_held()
+
+
+@pytest.mark.parametrize("num_drafts", KS)
 def test_whoever_comes_while_a_step_is_in_flight_joins_the_one_planned_next(num_drafts):
     made = tower(num_drafts)
     made.engine.submit(made.request(range(70), max_tokens=500))

@@ -388,6 +388,8 @@ class SymbolicExecutor:
             for slot in (row.state_out, *(export.slot for export in row.exports)):
                 self.slots[slot] = (VOCAB + 1,)
             emitted += [Emitted(seat=number, token=0) for number in row.emit_seats]
+            for number in row.emit_seats:
+                self.seats[number].broken = True
             return
         seat, state = self._begin(row, before)
         known, prompt_len = seat.history, seat.load.prompt_len
@@ -507,7 +509,7 @@ class SymbolicExecutor:
         """Drafts of which some are right; they leave guesses on pages that are there."""
         seat.live = True
         count = self.capabilities.num_draft_tokens
-        if not count:
+        if not count or seat.broken:
             return
         params, tokens, right = seat.load.params, list(seat.history), self.right()
         for place in range(count):
