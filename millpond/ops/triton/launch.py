@@ -1,8 +1,39 @@
-"""Launches without what Triton works out anew at every one of them.
+"""Launches compiled Triton kernels directly, without the Python work Triton does at each launch.
 
-Knows by what Triton tells compiled kernels apart: types, constants, what addresses and integers are
-multiples of. Does not know any kernel. What is new, or holds anything but tensors and numbers, is
-launched by Triton; so is everything while somebody watches launches or stands in Triton's way.
+At every launch `JITFunction.run` binds arguments to parameters, computes the specialisation key,
+finds the compiled kernel by it and calls the compiled launcher. Here a `Bound`, which is a kernel
+with its constants and options, computes a shorter key that leads to the same compiled kernel, and
+calls the launcher itself. Whatever it has not seen is launched by Triton, and so remembered.
+
+**The key** mirrors Triton's specialisation: two calls with one key have one compiled kernel.
+
+    every launch  the current device
+    tensor        dtype; whether the address is a multiple of 16
+    int           whether it is 1; whether it is a multiple of 16
+    float         nothing: it is an fp32 whatever its value
+
+`do_not_specialize` takes the value and the alignment out of the key, and
+`do_not_specialize_on_alignment` the alignment, as in Triton. Constants and options are one `Bound`
+each. There is no key, and Triton launches, for integers beyond 32 bits (another type to Triton),
+for tensors elsewhere than on the current device, and for all other types of arguments. Triton also
+launches while launch hooks are set or `JITFunction.run` is replaced, as by a profiler.
+
+**The code is generated**, once for each `Bound`, from the types of its first arguments (`source`):
+a loop over arguments would take the time that is to be saved. Only names such as `a0` and numbers
+get into it, nothing that comes from a user.
+
+**When Triton is upgraded**, compare with its sources:
+
+    runtime/jit.py               what `JITFunction.run` makes the key of (`native_specialize_impl`,
+                                 in C++), and what it gives to `kernel.run`
+    backends/nvidia/driver.py    what the launcher takes before a kernel's own arguments (`_HEAD`),
+                                 and whether `CudaLauncher.__call__` does more than pass it on
+    compiler/compiler.py         `run`, `function` and `packed_metadata` of a `CompiledKernel`, and
+                                 which scratch memory it may need
+
+`_as_known` looks at some of this at import, and leaves all launches to Triton where it differs;
+tests/ops/triton/test_launch.py compares keys with those of the Triton that is installed, and what
+reaches a launcher. Knows no kernel.
 """
 
 from __future__ import annotations
@@ -27,17 +58,19 @@ Launch = Callable[..., None]
 """(grid, *arguments), constants and options being settled."""
 
 _HOME = JITFunction.__module__
-"""Whoever puts something from elsewhere in the place of `JITFunction.run` wants to see launches."""
+"""The module `JITFunction.run` comes from, unless a profiler or a test has replaced it."""
 
 _DIRECT = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == "iiiKKppOOOOOO"
-"""Whether the compiled launcher inside Triton's launcher object takes what is known here."""
+"""Whether the compiled launcher inside a `CudaLauncher` is called itself (Triton 3.6). If not, the
+`CudaLauncher` is, which takes fewer arguments."""
 
 _HEAD = (
     "cooperative, pdl, None, None, metadata, None, None, None"
     if _DIRECT
     else ("metadata, None, None, None")
 )
-"""What stands between function and arguments: no scratch memory, hooks, nor anything for them."""
+"""What the launcher takes between the function and a kernel's own arguments: metadata, and None for
+scratch memory and hooks."""
 
 _CODE = """
 def launch(grid, {arguments}):
@@ -64,11 +97,11 @@ def launch(grid, {arguments}):
 
 
 class Kernel:
-    """A kernel of Triton's, launched as those are: kernel[grid](*arguments, **constants).
+    """A `JITFunction` with direct launches: kernel[grid](*arguments, **constants).
 
-    All that is no constant goes by position; options are among the constants, and those that come
-    from outside a launch are as they were at the first one. Whatever else the kernel has is found
-    here, too.
+    It has the attributes of the `JITFunction`.
+    Arguments are given by position, `tl.constexpr` parameters and options by keyword. Options that
+    do not come from the call, such as those of Triton's environment, stay as at the first launch.
     """
 
     __slots__ = ("_bound", "jit")
@@ -105,11 +138,11 @@ class Bound:
         self.launch = self._first if isinstance(jit, JITFunction) and _AS_KNOWN else self._plain
 
     def _plain(self, grid: tuple[int, ...], *args: Any) -> Any:
-        """By Triton."""
+        """Launch by Triton."""
         return self._jit[grid](*args, **self._constants)
 
     def _first(self, grid: tuple[int, ...], *args: Any) -> None:
-        """What comes later has arguments of the same types, or is left to Triton."""
+        """Generate the code for arguments of these types; calls with others are left to Triton."""
         code = source(self._jit, tuple(map(type, args)), frozenset(self._constants))
         if code is None:
             self.launch = self._plain
@@ -123,7 +156,7 @@ class Bound:
         self.launch(grid, *args)
 
     def _new(self, key: Any, grid: tuple[int, ...], *args: Any) -> None:
-        """By Triton; what it launched is remembered under `key`, if there is one."""
+        """Launch by Triton, and remember the compiled kernel under `key`, if there is one."""
         made = self._plain(grid, *args)
         if key is None or JITFunction.run.__module__ != _HOME or type(made) is not CompiledKernel:
             return
@@ -136,10 +169,10 @@ class Bound:
 
 
 def source(jit: Any, types: tuple[type, ...], constants: frozenset[str]) -> str | None:
-    """Code of a launch with arguments of these types; None where Triton must do it all.
+    """Python code of `launch` for arguments of these types; None where Triton must launch.
 
-    Where two calls have one key, Triton chooses one compiled kernel. Arguments that are not all on
-    the current device have none, nor have integers beyond 32 bits.
+    That is so for parameters with type annotations, types other than tensor, int and float, and
+    `tl.constexpr` parameters without a value. What the key is made of: see the module.
     """
     runtime, rest = jit.params[: len(types)], jit.params[len(types) :]
     if (
@@ -176,17 +209,17 @@ def source(jit: Any, types: tuple[type, ...], constants: frozenset[str]) -> str 
 
 
 def quick(jit: Any) -> Any:
-    """What `triton.jit` made, to be launched with less ado; what is interpreted stays as it is."""
+    """A `JITFunction` whose later launches are direct; what the interpreter runs stays as it is."""
     return Kernel(jit) if isinstance(jit, JITFunction) else jit
 
 
 def bound(kernel: Any, **constants: Any) -> Bound:
-    """A kernel, quick or not, with constants and options. To be kept by whoever launches it."""
+    """A kernel, `quick` or not, with constants and options. Keep it: it holds the compiled ones."""
     return Bound(kernel.jit if isinstance(kernel, Kernel) else kernel, constants)
 
 
 def _as_known() -> bool:
-    """Whether this version of Triton launches as the ones known here; if not, the log says so."""
+    """Whether this Triton launches as 3.6 and 3.9 do; if not, a warning says so."""
     arguments = list(inspect.signature(nvidia.CudaLauncher.__call__).parameters)[1:6]
     if (
         arguments == ["gridX", "gridY", "gridZ", "stream", "function"]
@@ -194,7 +227,9 @@ def _as_known() -> bool:
         and hasattr(CompiledKernel, "run")
     ):
         return True
-    log.warning("Triton %s launches its kernels itself, not as fast", triton.__version__)
+    log.warning(
+        "Triton %s is not known: it launches its kernels itself, slower", triton.__version__
+    )
     return False
 
 

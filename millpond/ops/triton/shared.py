@@ -48,13 +48,11 @@ META = (
     "report",
     "num_rows",
     "num_exports",
-    "num_blocks",
-    "num_tokens",
     "beta_stride",  # of one token, whatever a view of it says
 )
 """Arguments that describe the live batch, wherever a kernel has them."""
 
-TOKENS = ("x", "y", "q", "k", "v", "o", "decay", "beta", "gate", "old_q", "old_k", "old_v", "old_y")
+TOKENS = ("x", "y", "q", "k", "v", "o", "decay", "beta", "gate")
 """Arguments that begin at a token of the live batch: their alignment may differ between steps."""
 
 
