@@ -15,7 +15,7 @@ def logger(name: str) -> logging.Logger:
 
 
 REQUESTS = logger("requests")
-"""A line for each request, at DEBUG: of a busy server they would drown all others."""
+"""One line for each request, at DEBUG: at INFO those of a busy server would drown all others."""
 
 
 class _Stderr(logging.StreamHandler[TextIO]):

@@ -1,40 +1,47 @@
-"""Planning one step ahead: the rows that follow those of a step in flight, before it has ended.
+"""Plans one step ahead: the rows that follow those of a step in flight, before it has ended.
 
-Where each row in flight ends is known, and so is what comes next, but for the tokens it draws:
+The host knows where each row in flight ends. It knows what comes next, too, except for the tokens
+that row draws, which are on the device:
 
-    of a prompt, not its last      the next tokens of the prompt, from where that row ends
-    the last of a prompt           the token it draws: it is on the device, as is where it stands
-    known tokens of an answer      the next of them, or the token that is drawn after the last
-    a live row                     what is certain by then: between `end + 1` tokens, where the row
-                                   in flight ends, and `end + 1 + its drafts`; pages are taken for
-                                   the most, and the device counts
-    nothing in flight              as with nothing in flight at all
+    row in flight              next row
+    part of a prompt           the next tokens of the prompt
+    the last of a prompt       the token it draws; the device knows the token and its position
+    known tokens of an answer  the next known tokens, or the token drawn after the last of them
+    a live row                 starts `end + 1` tokens in at least and `end + 1 + drafts` at most:
+                               pages are taken for the most, the device counts what was accepted
+    none                       as planned with nothing in flight
 
-A state that is to be published, or kept along an answer, stays: the row that follows writes another
-slot, and at the commit of the step in flight what it left is sealed, and published if the report
-says so. Nothing of a step is found before that.
+**Checkpoints.** A state that is to be published, or kept along an answer, is not overwritten: the
+next row reads it and writes another slot. It is sealed when the step that wrote it is committed,
+and published then if the report says that it was written. Nobody finds it before.
 
-Who waits is let in beside them, with what is free or can be evicted. What cannot be known, or must
-not be done, while a step is in flight either leaves out a row or lets the whole step wait:
+**Admission.** Waiting requests are admitted with what is free or can be evicted; nobody is
+preempted while a step is in flight.
 
-    samples of one prompt sit out the step after its end, where their states part
-    one that finds no room sits out, and the next step waits, for others may have to make room
-    a row whose guide may take long to say what can be drawn sits out every second step
-    a step waits: "room" (see above), "priority" (somebody is about to be pushed out), "store" (a
-    record is about to be loaded, beside the order of steps), "rows" (nobody has a row that could
-    follow)
+**Rows left out of one step:**
 
-A guide needs the tokens of the step in flight before it can say what may be drawn in the next. That
-one's forward does not: it is launched, and what it draws is launched when the masks are known.
+    samples of one prompt in the step after its end, where each gets a state of its own
+    a sequence that finds no page or slot; the next step is not planned ahead then
+    every second row of a sequence whose guide may be slow to say what can be drawn
 
-Who ends is not known: by a stop token, an abort, an error, damaged logits. A sequence that ends
-when the first of two steps is committed *leaves*: its streams hear of it at once, its leases and
-seat stay until the second step has ended, and what that row came to is thrown away. So its last
-state is not published, for it is being written over; if it was worth keeping, the row went to a
-fresh slot, and its input became the sequence's anchor when it was committed.
+**Steps that wait** until nothing is in flight, by the reason that is counted:
+
+    "room"      a sequence found no page or slot, and others may have to be preempted
+    "priority"  a lower priority is about to be preempted
+    "store"     a record is about to be loaded, which does not follow the order of steps
+    "rows"      no sequence has a row that could follow
+
+**Guides** need the tokens of the step in flight to say what may be drawn in the next one. Only the
+draws of that one wait for them: its forward is launched at once, its draws once masks are known.
+
+**Ends** are not known ahead: a stop token, an abort, an error, logits that are not finite. A
+sequence that ends when the first of two steps is committed is *leaving*: its streams end at once,
+its leases and seat stay until the second step has ended, and the result of its row there is thrown
+away. Its last state is not published, for the second step writes over it; if it was worth keeping,
+the row was given a fresh slot, and the state it read became the sequence's anchor at the commit.
 
 Steps are committed in the order in which they were launched. When one fails, so does the one after
-it, whatever the device says of that.
+it, whatever the device reports of that.
 """
 
 from __future__ import annotations
@@ -46,7 +53,7 @@ from millpond.plan.step import PAGE_SIZE, Capabilities, VerifyRow
 
 
 class Ahead:
-    """Plans the step after one that is in flight. Pushes out nobody."""
+    """Plans the step after one that is in flight. Preempts nobody."""
 
     def __init__(self, scheduler: Scheduler, capabilities: Capabilities) -> None:
         self._scheduler = scheduler
@@ -76,7 +83,10 @@ class Ahead:
         return scheduled
 
     def _plan_live(self, before: Scheduled, *, guided: bool) -> int:
-        """Live rows after live rows. Returns how many sequences run that have a row in flight."""
+        """Add the live rows that follow live rows in flight.
+
+        Returns how many sequences of those rows are still running.
+        """
         scheduler, most, flying = self._scheduler, self._num_drafts, before.plan
         building, ledger, along = scheduler.building, scheduler.ledger, scheduler.along
         sequences, rows = building.verify, building.verify_rows

@@ -1,4 +1,4 @@
-"""Lays an engine's ledger open to the invariants of the state layer."""
+"""Checks the invariants of the state layer on what an engine holds. Changes nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A step under construction: rows, and what goes with them, until they are frozen into a plan.
+"""A step that is being planned: rows, and what goes with them, until they are frozen into a plan.
 
 Knows seats, page tables and what was freed; decides neither who runs nor where a row ends.
 """
@@ -19,11 +19,14 @@ from millpond.plan.step import FanOut, PageUpdate, Row, SeatLoad, StepPlan, Veri
 from millpond.state.lease import PageId, SlotId
 
 Slots = tuple[SlotId | None, SlotId]
-"""What a row reads (None: the zero state), and what it writes."""
+"""The slot that a row reads (None: the zero state), and the one it writes."""
 
 
 class Building:
-    """One plan after the other, and the poison that the next one spreads."""
+    """Collects the rows of one plan after the other.
+
+    Remembers which slots and pages were freed, for the next plan to poison.
+    """
 
     def __init__(self, ledger: Ledger, along: AnswerAnchors, num_drafts: int) -> None:
         self._ledger = ledger
@@ -34,7 +37,7 @@ class Building:
         self.begin()
 
     def begin(self) -> None:
-        """No row yet."""
+        """Start a plan without rows."""
         self.prefill: list[PrefillRow] = []
         self.decode: list[Sequence] = []
         self.decode_rows: list[Row] = []
@@ -51,12 +54,12 @@ class Building:
         """Whether there is no row."""
         return not (self.prefill or self.decode or self.verify)
 
-    # Rows, whose slots and pages were taken.
+    # Rows; their slots and pages were taken before.
 
     def add_prefill(
         self, sequence: Sequence, end: int, anchors: tuple[Anchor, ...], slots: Slots
     ) -> None:
-        """Tokens of a prompt, in chunk form."""
+        """Add tokens of a prompt, in chunk form, from `sequence.planned` to `end`."""
         self.prefill.append(PrefillRow(sequence, sequence.planned, end, anchors, slots))
         if end == sequence.prompt_len:
             for one in sequence.siblings:
@@ -67,7 +70,7 @@ class Building:
             self.send_pages(one)
 
     def add_decode(self, sequence: Sequence, end: int, slots: Slots) -> None:
-        """Known tokens, in per-token form."""
+        """Add known tokens, in per-token form, from `sequence.planned` to `end`."""
         start, tokens = sequence.planned, sequence.tokens
         if self._num_drafts and end == len(tokens):
             drafting.take_pages(self._ledger, sequence, end, self._num_drafts)
@@ -89,7 +92,7 @@ class Building:
         )
 
     def send_pages(self, sequence: Sequence) -> None:
-        """Tell the device what was added to a seat's page table since it was last told."""
+        """Add the pages that a seat's table on the device lacks."""
         first, pages = sequence.pages_sent, sequence.pages
         if first < len(pages):
             new = tuple(handle.id for handle in pages[first:])
@@ -99,7 +102,7 @@ class Building:
     # Then the plan.
 
     def freeze(self, running: Collection[Sequence], shared: SharedPrefixes) -> Scheduled:
-        """All rows have their slots: what is left goes to checkpoints. The plan of the step."""
+        """The plan of all rows added, with slots for checkpoints as far as any are left."""
         ledger = self._ledger
         if self.prefill:
             plan_exports(ledger, self.prefill, shared)
@@ -133,15 +136,12 @@ class Building:
     # Poison.
 
     def failed(self, scheduled: Scheduled) -> None:
-        """The device did not finish a plan, so its poison may not have been spread either."""
+        """Poison again what a plan was to poison that the device did not finish."""
         plan, (slots, pages) = scheduled.plan, self._unsent_poison
         self._unsent_poison = (slots + plan.poison_slots, pages + plan.poison_pages)
 
     def spare(self, slots: Collection[SlotId], pages: Collection[PageId]) -> None:
-        """A transfer writes these from here on: the poison of when they were freed comes too late.
-
-        Between steps only.
-        """
+        """Do not poison these: a transfer writes them from here on. Between steps only."""
         freed_slots, freed_pages = self._unsent_poison
         freed_slots += self._ledger.pool.drain_freed()
         freed_pages += self._ledger.pages.drain_freed()

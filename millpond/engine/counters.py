@@ -13,8 +13,8 @@ class Counters:
     steps: int = 0
     steps_failed: int = 0
     steps_ahead: int = 0  # planned while the one before was in flight
-    steps_waited: Counter[str] = field(default_factory=Counter)  # were not, by reason
-    rows_wasted: int = 0  # of those ahead, for sequences that had ended or failed meanwhile
+    steps_waited: Counter[str] = field(default_factory=Counter)  # not planned ahead, by reason
+    rows_wasted: int = 0  # planned ahead for sequences that had ended or failed meanwhile
     prompt_tokens: int = 0
     generated_tokens: int = 0
     prefix_tokens: Counter[str] = field(default_factory=Counter)

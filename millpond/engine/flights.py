@@ -14,10 +14,10 @@ logger = logging.getLogger(__name__)
 
 
 class Launcher(Protocol):
-    """What a step is handed to."""
+    """Whatever launches plans: an executor, or a watchdog before it."""
 
     def launch(self, plan: StepPlan) -> Launched:
-        """As an executor does it."""
+        """Launch a plan, as `Executor.launch`."""
 
 
 class Flight(NamedTuple):

@@ -26,7 +26,7 @@ GRACE = 0.002
 longer sit the step out."""
 
 GRACE_AHEAD = 0.01
-"""The same where the step's forward runs meanwhile."""
+"""The same for a step that is planned ahead: its forward runs meanwhile."""
 
 PATIENCE = 0.05
 """Seconds the engine waits for a mask when there is nothing else to do, before it looks again at
@@ -116,7 +116,7 @@ class Guidance:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody is guided."""
+        """Whether no request is guided."""
         return not self._guided
 
     def bind(self, scheduled: Scheduled, *, drafting: bool) -> None:

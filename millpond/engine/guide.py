@@ -102,7 +102,7 @@ class Guide:
         self.stale = True
         self.filling: Future[None] | None = None  # set by whoever has it filled elsewhere
         self.is_slow = False  # took longer than a step may wait
-        self.is_quick = False  # took less, the last time a walk was needed
+        self.is_quick = False  # within `GRACE` when its matcher was last asked
         self.fill()
 
     @property

@@ -138,13 +138,13 @@ class Queues:
                 queue.remove(sequence)
             for one in sequence.group:
                 one.go_first()
-            if queue is not None:  # else it leaves, and comes back in this order
+            if queue is not None:  # else it is leaving, and comes back in this order
                 insort(queue, sequence, key=_order)
             self.unblock()
 
     @property
     def wants_way(self) -> bool:
-        """Whether one that found no room might find it where lower priorities are."""
+        """Whether preempting lower priorities might make room for one that found none."""
         denied = self._denied
         if denied is None or not self.running or denied not in self.waiting:
             return False

@@ -51,7 +51,7 @@ class Scheduler(Queues):
         self._budget = 0
         self._is_ahead = False  # a step is in flight, and the one after it is planned
         self._before: dict[Sequence, PrefillRow] = {}  # the prompts' rows in it
-        self.is_short = False  # beside a step in flight somebody found no room without pushing
+        self.is_short = False  # with a step in flight, somebody found no room without preempting
 
     # One step.
 
@@ -71,7 +71,7 @@ class Scheduler(Queues):
         if self.tiers.wants_room:
             return "store"  # a transfer writes slots beside the order of steps
         if self.is_short:
-            return "room"  # somebody may have to be pushed out
+            return "room"  # somebody may have to be preempted
         if self.wants_way:
             return "priority"  # somebody will be
         self._denied = None
@@ -79,7 +79,10 @@ class Scheduler(Queues):
         return None
 
     def plan_running(self) -> None:
-        """A row for everybody who can have one; after the step in flight, for all but live rows."""
+        """Add a row for each running sequence that can have one.
+
+        With a step in flight, live rows that follow live rows are not among them.
+        """
         position = 0
         # In order; whoever is pushed out comes after whoever pushes, and is not planned yet.
         while position < len(self.running):
@@ -100,14 +103,14 @@ class Scheduler(Queues):
             position += 1
 
     def finish(self) -> Scheduled | None:
-        """Let in who waits; the plan, unless there is no row."""
+        """Admit who waits. The plan, or None when it has no row."""
         self._admit_waiting()
         if self.building.is_empty:
             return None
         return self.building.freeze(self.running, self.shared)
 
     def failed(self, scheduled: Scheduled) -> None:
-        """The device did not finish a plan, so its poison may not have been spread either."""
+        """Poison again what a plan was to poison that the device did not finish."""
         self.building.failed(scheduled)
 
     def spare(self, slots: Collection[SlotId], pages: Collection[PageId]) -> None:
@@ -129,7 +132,7 @@ class Scheduler(Queues):
         if guide is not None and not guide.is_ready:
             return True  # its mask is being filled
         if guide is not None and sequence.state.in_flight and not guide.goes_ahead:
-            return True  # its mask would be waited for
+            return True  # the step would wait for its mask
         if not self._is_ahead or not sequence.state.in_flight:
             return False
         if sequence.is_live:
@@ -296,7 +299,7 @@ class Scheduler(Queues):
         return sequence.epoch == ledger.epoch and ledger.settings.checkpoint_budget > 0
 
     def _push_out_last(self, sequence: Sequence) -> bool:
-        """Nobody is pushed out while a step is in flight, but the step after it waits for that."""
+        """Not while a step is in flight: the step after it is planned once nothing is."""
         if self._is_ahead:
             self.is_short = True
             return False

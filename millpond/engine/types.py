@@ -144,7 +144,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True):
     draft_tokens: int = 0
     accepted_tokens: int = 0  # of them, with what an ending sample had no use for
     steps_ahead: int = 0  # planned while the step before was in flight
-    steps_waited: dict[str, int] = {}  # were not, though the device would have run them, by reason
+    steps_waited: dict[str, int] = {}  # not planned ahead on a device that could, by reason
     rows_wasted: int = 0  # rows of those steps whose sample had ended, or failed, meanwhile
     store: StoreStats | None = None
     device: DeviceCounts | None = None  # of a device tower that counts

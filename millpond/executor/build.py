@@ -24,7 +24,7 @@ from millpond.units import human
 log = logging.getLogger(__name__)
 
 TRIES = 3
-"""Splits of a device's memory, each with more left for graphs, until these fit."""
+"""How often memory is split at most, each time with more left for graphs, until the graphs fit."""
 
 Resize = Callable[[int], Resolved]
 """The numbers anew, for so many bytes that slots, pages and seats may share. Raises `Refused`."""

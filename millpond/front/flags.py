@@ -64,7 +64,7 @@ HELP = {
     "server_name": "address to listen on",
     "server_port": "port to listen on",
     "log_level": "DEBUG, INFO, WARNING or ERROR",
-    "enable_log_requests": "a line in the log for each request: how it met the prefix cache",
+    "enable_log_requests": "log a line for each request: how its prompt met the prefix cache",
     "embedded": "run the engine in the server's own process",
     "api_key": "a key that clients must send; may be given several times",
     "api_key_file": "a file with a key a line",

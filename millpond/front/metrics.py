@@ -125,7 +125,7 @@ class _EngineCollector(Collector):
         yield _counters("holds", "Requests held for a shared prefix, by end", "end", s.holds)
         yield _counters(
             "steps_waited",
-            "Forwards planned only after the one before, though a device could run on",
+            "Steps not planned ahead of the one in flight, by reason",
             "reason",
             s.steps_waited,
         )
@@ -134,8 +134,8 @@ class _EngineCollector(Collector):
         for name, text, value in (
             ("steps", "Forwards", s.steps),
             ("steps_failed", "Forwards that failed", s.steps_failed),
-            ("steps_ahead", "Forwards planned while another ran", s.steps_ahead),
-            ("rows_wasted", "Rows of those whose sample had just ended", s.rows_wasted),
+            ("steps_ahead", "Steps planned while another was in flight", s.steps_ahead),
+            ("rows_wasted", "Rows of samples that had ended meanwhile", s.rows_wasted),
             ("prompt_tokens", "Prompt tokens", s.prompt_tokens),
             ("generation_tokens", "Generated tokens", s.generated_tokens),
             ("checkpoints_evicted", "Checkpoints given up for others", s.checkpoints_evicted),

@@ -16,13 +16,13 @@ from millpond.errors import Refused
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 Place = Callable[[], AbstractContextManager[object]]
-"""Within, what is asked of a device goes to that of this place. Kernels, events, page-locked memory
-and recordings belong to the device that is current when they are made, whatever tensors they are
-given, and which one is current is each thread's own affair."""
+"""Makes a context in which one device is the current one of the calling thread. Kernels, events,
+page-locked memory and recordings belong to the device that is current when they are made, whatever
+tensors they are given."""
 
 
 def place_of(device: torch.device) -> Place:
-    """The place of a device; the CPU needs none."""
+    """The contexts of a device; those of the CPU do nothing."""
     return partial(torch.cuda.device, device) if device.type == "cuda" else nullcontext
 
 

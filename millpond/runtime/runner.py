@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 Finish = Callable[[], StepResult]
 
 Rest = Callable[[StepPlan], Finish]
-"""What is left to launch after a forward, of the same plan with all its masks."""
+"""Launches what follows a forward (draws, drafts, the report), given the plan with its masks."""
 
 Masks = tuple[SeatMask, ...]
 
@@ -52,7 +52,7 @@ Target = tuple[SlotId, int]
 
 
 class InFlight:
-    """A step that was launched; `rest` is what it draws, once it is told what it may."""
+    """A step that was launched. `rest` launches its draws, where these wait for masks."""
 
     __slots__ = ("_finish", "_rest", "_step")
 
@@ -64,7 +64,7 @@ class InFlight:
         self._rest = rest
 
     def draw(self, masks: Masks) -> None:
-        """Launch the rest. Of a step whose forward could not be launched there is none."""
+        """Launch the draws, unless the forward could not be launched or they were before."""
         rest, self._rest = self._rest, None
         if rest is not None:
             self._finish = rest(masks)
@@ -176,7 +176,7 @@ class ModelRunner:
         raise cause
 
     def _launch(self, plan: StepPlan) -> Rest:
-        """All of a plan up to its forward."""
+        """Launch all of a plan up to its forward; what is left is returned."""
         self.arenas.slots.fill_nan(plan.poison_slots)
         self.arenas.pages.fill_nan(plan.poison_pages)
         self._load_seats(plan.seat_loads)

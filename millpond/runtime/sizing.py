@@ -20,10 +20,10 @@ from millpond.runtime.warmup import largest
 from millpond.units import MIB, human
 
 LUMP = 32 * MIB
-"""In which drivers take memory at most."""
+"""The largest pieces, in bytes, in which drivers take memory for themselves."""
 
 TRIED_SIZES = 3
-"""Numbers of rows, the largest first, of which graphs are captured to see what they take."""
+"""For so many batch sizes, the largest first, graphs are captured to measure what they take."""
 
 Run = Callable[[StepPlan], object]
 
@@ -79,6 +79,7 @@ def _give_back() -> None:
 
 
 LEAST_MORE = 64 * MIB
+"""Bytes that are added at least where the graphs did not fit what was measured."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,11 +90,11 @@ class Peaks:
     graphs: int  # of all graphs of steady steps: their tensors, and what the driver needs
 
     def with_more_for_graphs(self) -> Peaks:
-        """Half as much again, and no less than `LEAST_MORE`: what was measured did not do."""
+        """The same with half as much again for graphs, at least `LEAST_MORE` more."""
         return replace(self, graphs=self.graphs + max(self.graphs // 2, LEAST_MORE))
 
     def left(self, free: int) -> int:
-        """Of `free` bytes, what slots, pages and seats may share."""
+        """How many of `free` bytes are left for slots, pages and seats."""
         return max(0, free - self.activations - self.graphs)
 
 
@@ -114,12 +115,13 @@ def graph_bytes(
     rows: int,
     pages: int,
 ) -> int:
-    """What all graphs for up to so many rows, of up to so many pages each, will take.
+    """Bytes that all graphs for up to `rows` rows, of up to `pages` pages each, will take.
 
-    `capture` records them one after the other, the largest first; it is broken off after a few.
-    Later ones take no more than those: they share the tensors of the largest, and what is their own
-    is that of fewer rows. What was seen may have come out of a lump that was there before, and what
-    comes may begin another one: so one is added to both. Raises `Refused` when not even these fit.
+    `capture` records graphs one after the other, the largest first, and is broken off after those
+    of `TRIED_SIZES` batch sizes. Later ones take no more than these: they share the tensors of the
+    largest, and what is their own is for fewer rows. A driver takes memory in pieces of `LUMP`: the
+    graphs measured may have used up one that was there before, and the last may begin another, so
+    one is added for each. Raises `Refused` when not even the graphs measured fit.
     """
     size = 2 * len(reach_sizes(pages))  # recordings for one number of rows
     trial = _Trial(capturer, meter, TRIED_SIZES * size)
@@ -134,18 +136,18 @@ def graph_bytes(
 
 
 class _Enough(Exception):
-    """So many graphs were captured as tell what all of them take."""
+    """Breaks off the recording: enough graphs were captured to measure by."""
 
 
 class _Trial:
-    """Records so many graphs, and sees what each takes of the device."""
+    """A capturer that measures the device bytes of each graph, and stops after `most` graphs."""
 
     def __init__(self, capturer: Capturer, meter: Meter, most: int) -> None:
         self._capturer, self._meter, self._most = capturer, meter, most
         self.took: list[int] = []
 
     def capture(self, work: Callable[[], Tensors]) -> Recorded:
-        """Raises `_Enough` where one more would tell nothing new."""
+        """Record a graph and measure it. Raises `_Enough` after the last that is wanted."""
         if len(self.took) == self._most:
             raise _Enough
         before = self._meter.free()
@@ -168,7 +170,7 @@ def _peak(run: Run, plans: Iterator[StepPlan], meter: Meter, what: str) -> int:
 
 
 def ran_out(error: BaseException) -> bool:
-    """Whether memory ran out; a recording that is broken off by that fails once more for it."""
+    """Whether an error goes back to a lack of memory, as that of a recording broken off may."""
     at: BaseException | None = error
     while at is not None and not isinstance(at, torch.OutOfMemoryError):
         at = at.__cause__ or at.__context__

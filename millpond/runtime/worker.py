@@ -58,7 +58,7 @@ def ignore(done: int, of: int) -> None:
 
 
 class _There:
-    """A step in flight at a place: what its end asks of the device is asked there too."""
+    """A step in flight whose device is made the current one for all that is still to be done."""
 
     __slots__ = ("_launched", "_place")
 

@@ -31,7 +31,7 @@ class StatePool:
         self._leases: list[list[Lease]] = [[] for _ in range(size)]
         self._freed: list[SlotId] = []
         self._quarantined: dict[SlotId, str] = {}
-        self._changed: list[set[SlotId]] = []  # what each who asked has not looked at yet
+        self._changed: list[set[SlotId]] = []  # the sets that `changes` gave out
 
     # The six verbs.
 

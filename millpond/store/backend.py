@@ -56,8 +56,8 @@ class Backend(Protocol):
     bound: float
     """Seconds after which every call has returned or raised."""
     seals: bool
-    """Whether it keeps a checksum of key and bytes with each object, and a get compares it: then
-    nobody else has to."""
+    """Whether it keeps a checksum of key and bytes with each object and compares it at every get:
+    then no other checksum is needed."""
 
     def register(self, memory: memoryview) -> None:
         """Announce a long-lived range that views of later calls will lie in."""

@@ -24,7 +24,7 @@ REMEMBERED_PAGES = 1 << 18
 """Pages put in this generation whose checksums are kept, so as to put each once."""
 
 SEALED = 0
-"""In a manifest, in place of the checksum of an object that its store has sealed: one is enough."""
+"""In a manifest, in place of a checksum: the store keeps one with the object (`Backend.seals`)."""
 
 FIRST_LOOK, NEXT_LOOKS = 32, 256
 """Ends asked for at once, deepest first: a conversation that goes on is found in the first."""
