@@ -1,8 +1,8 @@
-"""Which kernels the device spends its steps in, by kind of step, and how much of the time in none.
+"""Profiles some steps of every kind: time by kernel and part of the model, and idle time.
 
-Every watched step runs by itself: what was launched before it has ended, and it ends before the
-next is launched. The host is slower while it looks, so steps launched from Python look idler than
-they are; replayed graphs do not.
+A profiled step runs by itself: the step before it has ended, and it ends before the next is
+launched. Profiling slows the host down, so steps launched from Python show more idle time than they
+have; replayed graphs do not.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from bench.engine.timed import kind_of
 from millpond.plan.step import StepPlan
 
 MOST = 24
-"""Kernels of a kind of step that are named; what the others take is told together."""
+"""Kernels that are listed for a kind of step; the others are summed up."""
 
 WATCHED = 4
-"""Steps of a kind."""
+"""Steps that are profiled of each kind, at most."""
 
 PARTS: Mapping[str, str] = {
     "thin": "products",
@@ -60,9 +60,9 @@ OTHER = "copies, elementwise"
 
 @cache
 def modules() -> Mapping[str, str]:
-    """By the name of each kernel of ours, its module.
+    """The module of each kernel of this package, by the kernel's name.
 
-    Kernels are made by a decorator of ours; what they call is `triton.jit` itself.
+    Kernels have a decorator of the package; functions that kernels call have `triton.jit` itself.
     """
     return {
         each.name: file.stem
@@ -92,16 +92,16 @@ class Busy:
 
 @dataclass(slots=True)
 class Watched:
-    """Steps of one kind: what ran in each, and the seconds they took on the clock."""
+    """Profiled steps of one kind: what ran in each, and the seconds they took together."""
 
     events: list[list[Busy]] = field(default_factory=list)
     seconds: float = 0.0
 
 
 class KernelProfile:
-    """Called before every step with its number and plan: watches some steps of every kind.
+    """Called before every step with its number and plan: profiles some steps of every kind.
 
-    `expected`: by kind, how many steps there will be; what is watched is spread over them.
+    `expected`: by kind, how many steps there will be; those profiled are spread over them.
     """
 
     def __init__(self, expected: Mapping[str, int]) -> None:
@@ -112,7 +112,7 @@ class KernelProfile:
         self._found: dict[str, Watched] = {}
 
     def __call__(self, step: int, plan: StepPlan) -> None:
-        """End what is watched, and begin if `plan` is one to watch."""
+        """End the profile of the step before, and begin one if this step is to be profiled."""
         del step
         self._stop()
         kind = kind_of(plan)

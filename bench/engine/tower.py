@@ -21,8 +21,9 @@ from millpond.errors import Refused
 from millpond.executor.uni import UniExecutor
 from millpond.models.base import describe
 from millpond.plan.step import PAGE_SIZE
+from millpond.runtime.place import choose_device, choose_dtype
 from millpond.runtime.propose import DraftModel
-from millpond.runtime.worker import Worker, choose_device, choose_dtype, load
+from millpond.runtime.worker import Worker, load
 from millpond.units import human
 
 RESERVE = 14 << 30

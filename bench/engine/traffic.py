@@ -80,12 +80,13 @@ def at_once(
 
 
 COLD_EVERY = 4
+"""Of `some_cold`: one of so many prompts shares nothing."""
 
 
 def some_cold(draw: Draw, count: int, prompt: int, out: int, *, shared: int) -> Given:
-    """As `at_once`, but that every `COLD_EVERY`-th prompt shares nothing: groups `cold`, `shared`.
+    """As `at_once`, but every `COLD_EVERY`-th prompt shares nothing. Labels: `cold` and `shared`.
 
-    A cold one behind others that hit shows what caching costs those who gain nothing by it.
+    A cold prompt among others that hit shows what caching costs those that gain nothing by it.
     """
     common, asks = draw.tokens(shared), []
     for i in range(count):

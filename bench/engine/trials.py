@@ -1,4 +1,4 @@
-"""Repetitions of workloads on one tower: in turns, on the disk as they end, within a time limit.
+"""Repeats workloads on one device tower, in turns and within a time limit, and records each result.
 
 Every repetition has an engine of its own with an empty cache, prompts of its own, and one other
 request before the clock starts. The first one is smaller and not counted.
@@ -31,7 +31,7 @@ TEACHING = 8192
 
 
 class Lost(Exception):
-    """The device answers no more."""
+    """The device no longer answers, so that nothing more can be measured."""
 
 
 class Lines:
@@ -50,7 +50,7 @@ class Lines:
 
 @dataclass(slots=True)
 class _Spent:
-    """On one variant: seconds of counted repetitions, of the last one, and its kinds of steps."""
+    """Of one variant so far: seconds of all counted repetitions and of the last; steps by kind."""
 
     seconds: float = 0.0
     longest: float = 0.0
@@ -64,7 +64,7 @@ class Trials:
     lines: Lines
     trials: int = 3
     limit: float = 60.0  # seconds of a variant; of a single repetition, too
-    until: float = float("inf")  # on the clock: nothing begins any more
+    until: float = float("inf")  # `time.perf_counter()` after which nothing more is begun
     brief: bool = False  # only the first variant of a workload is warmed up
     profiled: str | None = None  # labels of variants whose kernels are watched, a pattern
     full: frozenset[str] = frozenset()  # workloads that are as large as they are meant to be
@@ -72,16 +72,16 @@ class Trials:
     kinds: dict[str, dict[str, int]] = field(default_factory=dict)  # of steps, by variant
 
     def guarded(self, what: str, do: Callable[[], None]) -> bool:
-        """Run it, and say whether it went well; an error is recorded, and the others go on.
+        """Call `do`; whether it raised nothing. An error is recorded, and the run goes on.
 
-        Raises `Lost`.
+        Raises `Lost` when the device no longer answers.
         """
         try:
             do()
             return True
         except Lost:
             raise
-        except Exception as error:  # the others still have something to say
+        except Exception as error:  # what comes next can still be measured
             why = f"{type(error).__name__}: {error}"
             self.failed.append(what)
             self.lines.add("error", what=what, error=why, trace=traceback.format_exc())
@@ -92,9 +92,9 @@ class Trials:
         return False
 
     def workload(self, tower: Tower, pairs: list[tuple[Variant, Variant]]) -> None:
-        """All repetitions of the variants of one workload, each with what warms it up.
+        """All repetitions of the variants of one workload; pairs of a variant and its warm-up.
 
-        One that fails is left out from then on.
+        A variant that fails is left out from then on.
         """
         going = {one.label: _Spent() for one, _ in pairs}
         for trial in range(self.trials + 1):
@@ -108,10 +108,9 @@ class Trials:
         self.kinds |= {label: so_far.kinds for label, so_far in going.items() if so_far.kinds}
 
     def by_kernel(self, tower: Tower, variants: Iterable[Variant]) -> None:
-        """Of those that are to be watched: one more repetition each, kernel by kernel.
+        """Profile the kernels of one more repetition of each variant that `profiled` matches.
 
-        To be called when all that is timed on the tower is over: what watches kernels may stay in
-        the way of launches.
+        Call it after everything that is timed: a profiler may slow down launches for good.
         """
         if self.profiled is None or tower.device.type != "cuda":
             return
@@ -123,7 +122,7 @@ class Trials:
 
     @property
     def too_late(self) -> bool:
-        """Whether the time for all of this is over."""
+        """Whether the time for the whole run is over."""
         return time.perf_counter() > self.until
 
     def _over(self, trial: int, so_far: _Spent) -> bool:
@@ -154,7 +153,7 @@ class Trials:
         return run
 
     def kernels(self, tower: Tower, one: Variant, expected: Mapping[str, int]) -> None:
-        """A repetition of which some steps of every kind are watched, and recorded."""
+        """Profile some steps of every kind in one repetition, and record the result."""
         watching = KernelProfile(expected)
         measure(tower, one, 7, self.limit, watching)
         for kind, found in watching.found().items():

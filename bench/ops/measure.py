@@ -1,6 +1,6 @@
-"""One case of an op: compared with the reference, then timed beside it and beside a peer.
+"""One case of an op: compared with the reference, then timed, with another library as its peer.
 
-Knows how times are taken on a GPU, and that a case which differs, or takes too long, has none.
+A case that differs from the reference, or takes too long, has no time.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from millpond.ops.triton.backend import BACKEND as TRITON
 Case = cases.Case | layers.Case
 
 TRIALS, REPEATS, TRIAL_SECONDS = 7, 20, 0.02
-"""Of each time; fewer repeats where a trial would take longer."""
+"""How often a time is taken; a trial has fewer repeats where it would take longer than this."""
 
 WITHIN = {
     # Sums in another order; three TF32 products for one of fp32.
@@ -39,7 +39,7 @@ ANY = (
     ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, RuntimeError,
     TypeError, ValueError, triton.TritonError,
 )  # fmt: skip
-"""What a peer may raise."""
+"""What a peer may raise: it is another library, of any version."""
 
 
 class TooLongError(Exception):
@@ -48,9 +48,9 @@ class TooLongError(Exception):
 
 @contextmanager
 def at_most(seconds: float) -> Iterator[None]:
-    """Raises `TooLongError` in the block after so many seconds; what waits in C is waited for.
+    """Raise `TooLongError` in the block after so many seconds, once no C code runs there.
 
-    Blocks may lie within each other: the inner one does not move the outer's end.
+    Blocks may be nested; the limit of the outer one holds.
     """
     if seconds == float("inf"):
         yield

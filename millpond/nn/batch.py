@@ -179,7 +179,10 @@ class Staging:
         )
 
     def _tables(self, seats: np.ndarray, ends: np.ndarray, most: int) -> np.ndarray:
-        """As `visible` of the reference, on the host."""
+        """Page tables [rows, most] int64 of these seats, -1 for pages at or beyond a row's end.
+
+        The same as `visible` of the reference, but on the host.
+        """
         table = self._known[np.maximum(seats, 0), :most]
         hidden = np.arange(most) * PAGE_SIZE >= ends[:, None]
         return np.where(hidden | (seats < 0)[:, None], NONE, table)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 
 BLANKS = 16
-"""Entries of a log that are made together."""
+"""Entries of a log that are allocated at a time."""
 
 
 class WriteLog:
@@ -36,9 +36,9 @@ class WriteLog:
         self.entries.append((slots, folded))
 
     def blank(self, targets: int, device: torch.device) -> torch.Tensor:
-        """An entry [2, targets] of -1, not recorded yet: what one call is to tell is filled in.
+        """A new entry [2, targets] int64, all -1, for one call to fill in; see `record_report`.
 
-        Many are made at a time, since each layer of a step wants one or two.
+        `BLANKS` are allocated at a time, since each layer of a step needs one or two.
         """
         if not self._blanks:
             many = torch.full((BLANKS, 2, targets), -1, dtype=torch.int64, device=device)
@@ -46,7 +46,7 @@ class WriteLog:
         return self._blanks.pop()
 
     def record_report(self, report: torch.Tensor) -> None:
-        """One call wrote what `report` [2, n] says: slots, then tokens folded."""
+        """Add an entry [2, n] that one call fills in: slots, then tokens folded."""
         self.entries.append(report)
 
     def common(self) -> torch.Tensor:

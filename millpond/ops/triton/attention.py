@@ -1,9 +1,9 @@
-"""Grouped-query attention over paged keys and values: chunk form by query blocks, single tokens
-by splits.
+"""Grouped-query attention over paged keys and values: prompts by blocks of queries, decode and
+verify rows by splits of their past.
 
 Contract: `millpond.ops.reference.attention`. A query folds tiles of 64 positions, one page each, in
 rising order from position 0; weights are rounded to the model dtype before they meet the values,
-maxima and sums stay fp32. A single token's tiles are folded in splits (`splits`). fp32 operands are
+maxima and sums stay fp32. For splits see `millpond.ops.triton.splits`. fp32 operands are
 multiplied as three TF32 products.
 """
 
@@ -122,7 +122,10 @@ def _fold(
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """One tile into the running maximum (of scores times log2 e), sum and mix of every line."""
+    """Fold one tile into every line's running maximum (of scores times log2 e), sum and mix.
+
+    A line is a query and a head; its mix is the weighted sum of values.
+    """
     lane = tl.arange(0, TILE)
     at = tile * TILE + lane
     page = tl.load(pages_of_row + tile).to(tl.int64)
@@ -149,7 +152,7 @@ def _fold_range(
     LINES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, DVP: tl.constexpr,
     TILE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles begin .. stop - 1, rising, in one loop: beside a second, each wgmma is waited for."""
+    """Fold tiles begin .. stop - 1, rising, in one loop: with two, every wgmma is waited for."""
     top = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
     mixed = tl.zeros([LINES, DVP], tl.float32)

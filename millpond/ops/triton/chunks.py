@@ -103,7 +103,7 @@ def delta_prefill(
 def _shape(
     heads: int, key_heads: int, k_dim: int, by_channel: bool, narrow: bool
 ) -> Mapping[str, Any]:
-    """What both kernels specialise on; `narrow`: operands are bf16."""
+    """The constants of both kernels. `narrow`: operands of matrix products are bf16."""
     return {
         "H": heads,
         "HK": key_heads,

@@ -1,7 +1,7 @@
 """The short causal convolution of prompt rows, from slot to slot.
 
 Contract and arithmetic: `millpond.ops.reference.conv`. Taps are added in rising order in fp32. x
-may be a view of wider rows; a token's channels are contiguous. Rows that are taken token by token
+may be a view of wider rows; a token's channels are contiguous. Decode and verify rows
 go through `steps`, which uses the taps, windows and sums of this module.
 """
 

@@ -1,12 +1,14 @@
-"""Latent attention over paged latents, which are keys and values in one, for whole pasts and parts.
+"""Latent attention (MLA) over paged latents, with or without a selection of positions.
 
-Contract: `millpond.ops.reference.attention`. Every token stands alone with its heads, and folds
-tiles of 64 positions in rising order. Where these lie comes out of the page table for a token that
-attends to all of its past, and else out of a list of what it selected: groups of 4 positions, each
-with the place of its latents and which of the four they are. That is a matter of addresses only:
-one compiled kernel serves both, so a token that selects all of its past has the bytes of one that
-does not select, whoever is beside it. Two would not do: how Triton deals out what a matrix product
-sums follows from the code around it, down to the width of a number that an address depends on.
+Contract: `millpond.ops.reference.attention`. A latent is both key and value. A program has one
+token and a block of its heads, and folds positions tile by tile in rising order.
+
+A token that attends to all of its past finds its latents by the page table; one that selects finds
+them by a list of groups of 4 positions, each with the place of its latents and a bit for each that
+is selected. Both ways differ in addresses only and are one compiled kernel, so that a token that
+selects all of its past has exactly the bytes of one that does not select, whoever is in the batch.
+Two kernels would not have that: in which order Triton sums a matrix product depends on the code
+around it, even on the width of an integer that an address is computed from.
 """
 
 from __future__ import annotations
@@ -42,10 +44,10 @@ from millpond.ops.triton.splits import (
 )
 
 LISTED = 1024
-"""Groups that a listing program looks at together."""
+"""Groups that the kernel which lists them looks at in one pass."""
 
 MOST_PAGES = 2**31 // (PAGE // GROUPED << GROUPED)
-"""Pages of which a group's number and four bits fit 31 bits."""
+"""The most pages with which a group's number and its four bits fit 31 bits."""
 
 
 def paged_mla(
@@ -56,7 +58,10 @@ def paged_mla(
     scale: float,
     selected: torch.Tensor | None,
 ) -> torch.Tensor:
-    """As the reference. Latents that a token does not select are not read for it."""
+    """As the reference; latents that no position of a listed group needs are not read.
+
+    Raises `ValueError` when the pool has more than `MOST_PAGES` pages.
+    """
     if latent_pages.shape[0] > MOST_PAGES:
         raise ValueError(f"{latent_pages.shape[0]} pages: lists reach {MOST_PAGES}")
     choice = attention_choice(MLA, q_latent.device)
@@ -109,9 +114,10 @@ def paged_mla(
 
 
 def _listed(mask: torch.Tensor, batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Of mask [T, P * 64] uint8: groups [T, P * 16] int32, rising, and how many there are [T].
+    """The groups that a mask selects: [T, P * 16] int32, rising, and their number [T] int32.
 
-    A group is (page * 16 + its number in the page) << 4, plus a bit for each position selected.
+    `mask` is [T, P * 64] uint8. The number is -1 where a token selects all it sees. A group
+    is (page * 16 + its number in the page) << 4, plus a bit for each position selected.
     """
     tokens = mask.shape[0]
     groups = torch.empty((tokens, mask.shape[1] // GROUPED), dtype=torch.int32, device=mask.device)
@@ -132,7 +138,10 @@ def _list(
     verify_width, page_table, selected_stride, table_stride, num_pages,
     PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The groups of SIZE positions of which one token selects any it sees; -1: it sees them all."""
+    """List one token's groups of SIZE positions with any that it selects and sees.
+
+    Their number is -1 when it selects all that it sees.
+    """
     token = tl.program_id(0).to(tl.int64)
     stop = tl.load(positions + token).to(tl.int32) + 1
     filled = is_filled(token, verify_seats, num_drafts, first_verify, verify_width)
@@ -164,7 +173,7 @@ def _past(
     packed, size, position, groups, page_table, token_row, table_stride, num_pages,
     PAGE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Of a token: how many positions it folds, and where what tells their places begins."""
+    """How many positions a token folds, and the address of its page table or list of groups."""
     row = tl.load(token_row + packed).to(tl.int64)
     whole = size < 0
     count = tl.where(whole, tl.minimum(position + 1, num_pages * PAGE), size * SIZE)
@@ -179,9 +188,9 @@ def _words(
     tile, count, whole, words,
     TILE: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Of a tile's positions, the groups they are of [TILE]; negative: one that is not seen.
+    """The group of each position of a tile [TILE]; negative where the position is not attended to.
 
-    Every thread loads one: what fewer load, Triton loads once more in each layout it is wanted in.
+    Every thread loads one. If fewer did, Triton would repeat the load for each layout it needs.
     """
     PER_PAGE: tl.constexpr = PAGE // SIZE
     lane = tl.arange(0, TILE)[:, None] + tl.zeros([1, THREADS // TILE], tl.int32)
@@ -202,7 +211,7 @@ def _places(
     word, page_stride,
     D: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Where the latents of positions of these groups begin."""
+    """Offsets, in elements, of the latents of a tile's positions [TILE], given their groups."""
     PER_PAGE: tl.constexpr = PAGE // SIZE
     group = word >> SIZE  # shifted and masked, for a division would ask for the sign
     page = group >> (PER_PAGE.bit_length() - 1)
@@ -216,8 +225,10 @@ def _fold_range(
     LINES: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     PAGE: tl.constexpr, SIZE: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """Tiles begin .. stop - 1 of one token, in that order: every line's maximum (of scores times
-    log2 e), sum and mix.
+    """Online softmax over tiles begin .. stop - 1 of one token, in that order.
+
+    Returns of every line (head) the maximum of scores times log2 e, the sum of weights, and the
+    weighted sum of latents, all fp32.
     """
     top = tl.full([LINES], float("-inf"), tl.float32)
     total = tl.zeros([LINES], tl.float32)
@@ -266,7 +277,7 @@ def _prompts(
     HEADS: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, TILE: tl.constexpr,
     PAGE: tl.constexpr, SIZE: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr, THREADS: tl.constexpr,
 ):  # fmt: skip
-    """One token of a prompt row, all that it attends to."""
+    """One token of a prompt row: its output over all that it attends to."""
     packed = (tl.num_programs(0) - 1 - tl.program_id(0)).to(tl.int64)  # the longest pasts first
     size = size_of(sizes, packed, listed, True)
     count, words = _past(
@@ -296,7 +307,7 @@ def _singles(
     PAGE: tl.constexpr, SIZE: tl.constexpr, HEADS_IN_BLOCK: tl.constexpr, THREADS: tl.constexpr,
     SPLIT: tl.constexpr, MOST: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """One token of a row of single tokens, one split of what it attends to."""
+    """One token of a decode or verify row: partial results over one split of its tiles."""
     if OVERLAP:
         let_next_begin()
         await_previous()

@@ -44,7 +44,7 @@ def narrow_parts(x: torch.Tensor, weight: torch.Tensor, *, squares: bool) -> tor
 
 @cache
 def _bound(inner: int, outputs: int, squares: bool, narrow: bool) -> Bound:
-    """`narrow`: both factors are bf16."""
+    """The kernel for [T, inner] times [inner, outputs]; `narrow`: both factors are bf16."""
     return bound(
         _parts, K=inner, N=outputs, SPLITS=cdiv(inner, SPLIT), COLUMNS=outputs + squares,
         SQUARES=squares, OPERAND=tl.bfloat16 if narrow else tl.float32,

@@ -111,7 +111,7 @@ def _norm(
 def _bound(
     kind: int, adding: bool, inner: int, size: int, device: torch.device
 ) -> tuple[int, Bound]:
-    """Vectors of a program, and the kernel for such vectors."""
+    """How many vectors a program normalises, and the kernel bound to their size."""
     padded = power_of_two(size)
     vectors = max(1, ELEMENTS // padded)
     return vectors, bound(

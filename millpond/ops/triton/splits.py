@@ -1,8 +1,9 @@
-"""How single tokens' pasts are cut into splits of tiles, and how what these found is added.
+"""Split attention for decode and verify rows: how the past is cut, and how parts are combined.
 
-Knows no keys and no values. A split's size follows from the token's own past alone and splits are
-added at fixed places, so a token's bytes depend on no neighbour, nor on how many splits a launch
-has room for.
+A token's tiles are cut into splits that programs fold side by side; `join` adds their partial
+results. The size of a split follows from the token's own past, and splits are added in a fixed
+order, so a token's bytes depend neither on its batch nor on how many splits a launch has room for.
+Knows no keys and no values.
 """
 
 from __future__ import annotations
@@ -20,17 +21,21 @@ PAGE = 64
 """Positions of a page."""
 
 GROUPED = 4
-"""Positions of a group: the published indexer's pool. Any selection is right, this one is tight."""
+"""Positions of a group, as many as the published indexer selects at a time. Other selections are
+served as well, but with more positions read than selected."""
 
 DOUBLED = tl.constexpr(16)
-"""How often a split may be doubled: enough for any position."""
+"""How often a split may be doubled: enough for any length."""
 
 JOINED = 16
-"""Splits of a single token that are added at a time."""
+"""Splits that `join` adds at a time."""
 
 
 def verify_places(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, int, int]:
-    """Seats and drafts of verify rows (of any rows, if there are none), first token and width."""
+    """Seats and numbers of drafts of verify rows, their first token, and tokens a row.
+
+    Without verify rows the tensors are some of the batch, which are not used then.
+    """
     verify = batch.verify
     if verify is None:
         return batch.seats, batch.seats, batch.first_verify_token, 1
@@ -39,9 +44,9 @@ def verify_places(batch: ForwardBatch) -> tuple[torch.Tensor, torch.Tensor, int,
 
 @triton.jit
 def is_filled(token, verify_seats, num_drafts, first_verify, verify_width):
-    """Whether a token is none of the padding of verify rows."""
+    """Whether a token is real, not padding of a verify row."""
     place = token - first_verify
-    row = tl.maximum(place, 0) // verify_width  # of any row, where there is none to be asked
+    row = tl.maximum(place, 0) // verify_width  # some row for tokens before them; not used
     seat = tl.load(verify_seats + row)
     drafts = tl.load(num_drafts + row)
     return (place < 0) | ((seat >= 0) & (place % verify_width <= drafts))
@@ -52,9 +57,9 @@ def tiles_of(
     token, positions, verify_seats, num_drafts, first_verify, verify_width, size, num_pages,
     TILE: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Tiles that a token folds: of `size` groups, or of all its past if that is negative.
+    """How many tiles a token folds: those of `size` groups, or of all its past if it is negative.
 
-    None for the padding of verify rows.
+    0 for the padding of verify rows.
     """
     tiles = tl.load(positions + token).to(tl.int32) // TILE + 1
     filled = is_filled(token, verify_seats, num_drafts, first_verify, verify_width)
@@ -64,16 +69,16 @@ def tiles_of(
 
 @triton.jit
 def span_of(tiles, SPLIT: tl.constexpr, MOST: tl.constexpr):
-    """Tiles of one split: SPLIT, doubled beyond 8 splits, then until MOST are enough."""
+    """Tiles of one split: SPLIT, doubled if that makes more than 8 splits, then until MOST do."""
     span = tl.where(tiles > 8 * SPLIT, 2 * SPLIT, SPLIT)
-    for _ in tl.static_range(DOUBLED):  # no loop: behind one, wgmma are waited for one by one
+    for _ in tl.static_range(DOUBLED):  # unrolled: after a loop, each wgmma is waited for
         span = tl.where(span * MOST < tiles, 2 * span, span)
     return span
 
 
 @triton.jit
 def size_of(sizes, packed, listed, LISTS: tl.constexpr):
-    """Groups that a token selects; negative: all of its past, also where nothing is listed."""
+    """How many groups a token selects; negative: all of its past, as where nothing is listed."""
     size = -1
     if LISTS:
         size = tl.load(sizes + packed, mask=listed != 0, other=-1)
@@ -82,7 +87,7 @@ def size_of(sizes, packed, listed, LISTS: tl.constexpr):
 
 @triton.jit
 def passed(mixed, gate, KEPT: tl.constexpr):
-    """What a sigmoid of `gate` lets through; roundings as of an output that was stored."""
+    """`mixed` times the sigmoid of `gate`, rounded as if the output had been stored in between."""
     share = rounded(sigmoid(gate), KEPT).to(tl.float32)
     return rounded(mixed, KEPT).to(tl.float32) * share
 
@@ -95,9 +100,10 @@ def join(
     PAGE: tl.constexpr, SIZE: tl.constexpr, LISTS: tl.constexpr, SPLIT: tl.constexpr,
     MOST: tl.constexpr, GATED: tl.constexpr, JOINED: tl.constexpr, OVERLAP: tl.constexpr,
 ):  # fmt: skip
-    """The splits of one token and head, JOINED at a time; zeros where there is none.
+    """Combine the splits of one token and head, JOINED at a time; zeros where there is none.
 
-    `stats` [singles, splits, heads, 2]: maxima and sums; `parts` [.., DV]: what was mixed.
+    `stats` [singles, splits, heads, 2] fp32: maxima and sums of weights; `parts` [singles, splits,
+    heads, DV] fp32: weighted sums of values.
     """
     if OVERLAP:
         let_next_begin()
