@@ -73,7 +73,7 @@ FLOORS_MS: dict[tuple[str, str], float] = {("A", ""): 1.99, ("B", ""): 4.14}
 """Milliseconds a token: weights, states (read and written), keys and values once, at that rate."""
 
 VERIFY_TIMES = {3: 1.4, 5: 1.8}
-"""By drafts: how many times as long as in a step that decodes the delta rule may take."""
+"""By drafts: how many times as long as when decoding the delta rule may take when verifying."""
 
 DELTA = "delta rule"
 
@@ -115,7 +115,13 @@ def _matrix(shape: str, batch: str) -> tuple[Ratio, Ratio]:
     on, off = (("I", f"{shape}, {batch}, {name}") for name in ("on", "off"))
     return (
         Ratio("output_tokens_per_s", on, off, 1.006, "caching against none"),
-        Ratio("ttft_cold_p99_s", on, off, 0.95, "the last cold first tokens, likewise"),
+        Ratio(
+            "ttft_cold_p99_s",
+            on,
+            off,
+            0.95,
+            "p99 to the first token of prompts that share nothing, likewise",
+        ),
     )
 
 

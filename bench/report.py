@@ -245,7 +245,7 @@ def _bars(row: Row, results: Results) -> list[str]:
 
 
 def _bars_of_verify(row: Row, results: Results) -> list[str]:
-    """What the delta rule of a step that verifies drafts takes, against one that decodes."""
+    """How long the delta rule takes in a step that verifies drafts, against one that decodes."""
     drafts = row.asked.get("drafts") or 0
     most = peers.VERIFY_TIMES.get(drafts)
     mine = _part(results, row.key, "verify", peers.DELTA)
@@ -256,7 +256,7 @@ def _bars_of_verify(row: Row, results: Results) -> list[str]:
 
 
 def _part(results: Results, key: Key, kind: str, part: str) -> float | None:
-    """Microseconds a step of one kind in one part of the model; None if nobody watched."""
+    """Microseconds that a step of one kind spends in one part of the model; None: not profiled."""
     for r in results.watched(key):
         if r["step_kind"] == kind:
             return float(r["parts"].get(part, 0.0))
@@ -272,7 +272,7 @@ NAMED = 16
 
 
 def kernels(results: Results) -> str:
-    """Where the watched steps of every variant spent the device's time: a column a kind of step."""
+    """Device time of the profiled steps of every variant by part of the model, a column a kind."""
     keys = dict.fromkeys(
         (r["workload"], r["variant"]) for r in results.others if r["kind"] == "kernels"
     )

@@ -1,14 +1,14 @@
-"""How long the host takes to launch a step with a prompt, and by which launches.
+"""Times how long the host takes to launch a step with a prompt, and lists its kernels.
 
 python -m bench.engine.launching [--model q4] [--tokens 128,512,2048] [--layers N] [--drafts 0]
                                  [--names] [--profile 30]
 
-One row of a prompt goes through the real runner, weights drawn at random. With a GPU that is all:
-time until the step is launched and until it is over, and whether what it leaves is the same when
-Triton itself launches every kernel. Without one the model is a tiny one with as
-many layers, and Triton's own launcher talks to a libcuda that does nothing (compiled by `cc`);
-kernels are not compiled, dense products not multiplied. What that does not show: the driver's time
-for a launch, cuBLAS, and the GPU. Processor time of the thread is taken then, the least of many.
+One row of a prompt goes through the model runner; weights are drawn at random. On a GPU: time until
+the step is launched and until it has ended, and whether states and pages have the same bytes when
+Triton itself launches every kernel. Without a GPU: a tiny model with as many layers, and Triton's
+launcher on a libcuda that does nothing (compiled by `cc`); kernels are not compiled and matrix
+products not computed. The time is the least processor time of the thread over many steps then, and
+contains neither the driver's part of a launch, nor cuBLAS, nor the GPU.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WARM, TRIALS = 3, 30
 
 
 class Driver(nvidia.CudaDriver):
-    """Triton's own, on a device that torch calls -1: the CPU."""
+    """Triton's driver for a device that torch calls -1: tensors are on the CPU."""
 
     def __init__(self) -> None:
         self.utils = nvidia.CudaUtils()
@@ -64,7 +64,7 @@ class Driver(nvidia.CudaDriver):
 
 
 def without_gpu(folder: Path) -> None:
-    """Launch on nothing, in this process, for good."""
+    """From here on in this process, launch on a libcuda that does nothing."""
     library = folder / "libcuda.so.1"
     code = Path(__file__).with_name("no_cuda.c")
     name = f"-Wl,-soname,{library.name}"
@@ -99,19 +99,19 @@ def without_gpu(folder: Path) -> None:
 
 
 def bind(device: torch.device, **_: Any) -> Bound:
-    """The ops of a GPU, though the device is none."""
+    """The ops that an engine on a GPU has, whatever the device."""
     known = [b for b in binding.backends() if b.name != BACKEND.name]
     able = replace(BACKEND, unusable=lambda device: None)
     return binding.bind(device, among=[able, *known], quiet=True)
 
 
 def no_product(x: torch.Tensor, weight: torch.Tensor, *_: Any) -> torch.Tensor:
-    """Of a product's shape."""
+    """A tensor of the product's shape, not computed."""
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
 
 
 def no_product_by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Of a product's shape, head by head."""
+    """A tensor of the shape of a product head by head, not computed."""
     return x.new_empty((*x.shape[:2], weight.shape[2]))
 
 
@@ -157,8 +157,8 @@ def names_of(launch: Any) -> list[str]:
 
 
 def same_bytes(worker: runtime.Worker, tokens: int) -> bool:
-    """Whether a step leaves the same state and pages when Triton launches all of it: it does so
-    while a hook is there.
+    """Whether a step leaves the same states and pages when Triton itself launches all its kernels,
+    as it does while there is a launch hook.
     """
     hook, kept = triton.knobs.runtime.launch_enter_hook, []
     for watch in (False, True):

@@ -219,7 +219,7 @@ def balance(engine: Engine, watch: Watch) -> Counter[str]:
 def to_ask(
     file: Path, model: str, kinds: tuple[tuple[int, str], ...], requests: int
 ) -> dict[tuple[int, str], tuple[int, int]]:
-    """By drafts and mode, how many requests `file` does not tell of, and how often it tells any."""
+    """How many requests are left and how many runs `file` has, by number of drafts and mode."""
     told = (
         [json.loads(line) for line in file.read_text("utf-8").splitlines()] if file.exists() else []
     )

@@ -62,7 +62,7 @@ class StepLog:
         return sum(step.launching for step in self.steps if step.steady == steady)
 
     def by_kind(self) -> dict[str, tuple[int, float]]:
-        """Of each kind there was: how many, and the seconds from begin to end on the device."""
+        """For each kind of step: how many there were, and their seconds on the device."""
         found: dict[str, tuple[int, float]] = {}
         for step in self.steps:
             count, spent = found.get(step.kind, (0, 0.0))
@@ -158,7 +158,7 @@ class _Collected:
         self._log = log
 
     def draw(self, masks: tuple[SeatMask, ...]) -> None:
-        """As the other executor's step does."""
+        """Tell the other executor's step what its seats may draw."""
         self._launched.draw(masks)
 
     def result(self) -> StepResult:

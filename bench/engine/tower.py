@@ -32,7 +32,7 @@ RESERVE = 14 << 30
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Need:
-    """Room for some workloads: sequences at once, tokens of one, tokens of all, checkpoints."""
+    """What some workloads need: sequences at once, tokens of one, tokens of all, checkpoints."""
 
     seats: int
     session: int
@@ -146,7 +146,7 @@ def room(need: Need, sizes: Sizes, place: torch.device) -> tuple[int, int]:
 
 
 def give_back() -> None:
-    """What nobody holds any more is given back to the device, so that the next tower has room."""
+    """Give memory that nobody holds any more back to the device, for the next tower."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

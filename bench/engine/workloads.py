@@ -27,7 +27,7 @@ BUDGET = 8192
 CHECKPOINTS = 256
 
 CHANCE = 0.8
-"""That a draft is accepted, where a workload is not about that."""
+"""The chance that a draft is accepted, in workloads that do not vary it."""
 
 
 @dataclass(frozen=True, slots=True)

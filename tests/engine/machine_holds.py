@@ -142,7 +142,7 @@ class Crowds(HostTower):
         assert set(scheduler.shared._last) == here
 
     @invariant()
-    def whoever_bore_enough_goes_first(self):
+    def whoever_was_overtaken_often_enough_goes_first(self):
         if not hasattr(self, "tower"):
             return
         scheduler = self.engine._scheduler

@@ -570,7 +570,7 @@ def test_a_step_in_flight_that_breaks_the_engine_while_it_is_closed_leaves_nobod
     assert made.engine.failure is not None
 
 
-def test_whoever_bore_enough_while_a_row_of_it_is_in_flight_goes_first_when_it_comes_back():
+def test_a_sequence_overtaken_often_enough_with_a_row_in_flight_goes_first_when_it_comes_back():
     made = tower(0, max_batch_size=2, max_overtakes=0)
     low = made.request(range(200), max_tokens=30)
     stream = made.engine.submit(low)

@@ -59,7 +59,7 @@ def mix_decode(
     """As the reference; each launch tells what it wrote."""
     count, exports = rows.num_rows, rows.export_slot.shape[0]
     shape = _layer_shape(x, decay, bank)
-    made = _room(x.shape[0], x, shape)
+    made = _buffers(x.shape[0], x, shape)
     o = torch.empty((x.shape[0], shape["H"], shape["V"]), dtype=x.dtype, device=x.device)
     windows, states = (report_for(count + exports, x.device) for _ in range(2))
     if count:
@@ -100,7 +100,7 @@ def mix_verify(
     """As the reference; how many tokens are folded is read on the device."""
     count, most = rows.num_rows, rows.width - 1
     shape = _layer_shape(x, decay, bank)
-    made = _room(count * (2 * most + 1), x, shape)
+    made = _buffers(count * (2 * most + 1), x, shape)
     o = torch.empty((x.shape[0], shape["H"], shape["V"]), dtype=x.dtype, device=x.device)
     windows, states = (report_for(2 * count, x.device) for _ in range(2))
     if count:
@@ -128,7 +128,7 @@ def mix_verify(
 
 
 def _layer_shape(x: torch.Tensor, decay: torch.Tensor, bank: torch.Tensor) -> dict[str, Any]:
-    """What both kernels specialise on, all of it the model's."""
+    """The constants of both kernels; all follow from the model."""
     heads, v_dim, k_dim = bank.shape[1:]
     return {
         "H": heads,
@@ -141,7 +141,7 @@ def _layer_shape(x: torch.Tensor, decay: torch.Tensor, bank: torch.Tensor) -> di
 
 
 def _folding(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
-    """What the second kernel specialises on besides, and its warps."""
+    """Further constants of the second kernel, and its number of warps."""
     choice = token_choice(device)
     values = min(choice.values, power_of_two(shape["V"]))
     return {
@@ -152,17 +152,19 @@ def _folding(shape: dict[str, Any], device: torch.device) -> dict[str, Any]:
     }
 
 
-def _room(places: int, x: torch.Tensor, shape: dict[str, Any]) -> tuple[torch.Tensor, ...]:
-    """Where tokens made ready go: unit queries and keys, what decay keeps, weights, values."""
+def _buffers(places: int, x: torch.Tensor, shape: dict[str, Any]) -> tuple[torch.Tensor, ...]:
+    """Buffers between the two kernels, for `places` tokens each: unit queries and keys, factors of
+    decay, weights (beta) and values. All but the values are fp32.
+    """
 
-    def room(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    def empty(*size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.empty((places, *size), dtype=dtype, device=x.device)
 
     keys, heads, k_dim = shape["HK"], shape["H"], shape["K"]
     kept = (heads, k_dim) if shape["BY_CHANNEL"] else (heads,)
     return (
-        room(keys, k_dim), room(keys, k_dim), room(*kept), room(heads),
-        room(heads, shape["V"], dtype=x.dtype),
+        empty(keys, k_dim), empty(keys, k_dim), empty(*kept), empty(heads),
+        empty(heads, shape["V"], dtype=x.dtype),
     )  # fmt: skip
 
 
