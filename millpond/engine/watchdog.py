@@ -1,6 +1,6 @@
-"""Notices a step that does not end, and says which one it is.
+"""Notices a step that does not end, logs what it is, and reports it.
 
-Knows plans; what becomes of an engine and of what it holds is not its business.
+Knows plans and threads; does not know what becomes of the engine.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from millpond.plan.step import Executor, Launched, SeatMask, StepPlan, StepResul
 logger = logging.getLogger(__name__)
 
 NAMED = 8
-"""Requests of a step that are named."""
+"""Requests of a step that the log names, at most."""
 
 FRAMES = 12
-"""Of each thread, the innermost."""
+"""Innermost calls of each thread that the log shows, at most."""
 
 LOOKS = 4
-"""So often within the limit it is looked whether a step has ended."""
+"""How often within the limit the watchdog looks at the step in flight."""
 
 
 class GivenUp(Exception):
-    """A step has ended after all, long after nobody waited for it any more."""
+    """A step that was given up has ended after all."""
 
 
 class Watchdog:
@@ -65,11 +65,11 @@ class Watchdog:
         return self._tripped
 
     def start(self) -> None:
-        """Look from now on, by a thread of its own."""
+        """Look from now on, in a thread of its own."""
         threading.Thread(target=self._run, name="millpond-watchdog", daemon=True).start()
 
     def stop(self) -> None:
-        """Look no more."""
+        """End that thread."""
         self._stopping.set()
 
     def launch(self, plan: StepPlan) -> Launched:
@@ -98,7 +98,7 @@ class Watchdog:
                         self._since = self._clock()
 
     def look(self) -> bool:
-        """Whether the oldest step in flight takes too long; it is given up then."""
+        """Give up the oldest step in flight if it takes too long; whether it was given up now."""
         with self._lock:
             seconds = self._clock() - self._since
             if self._tripped or not (self._flying and self._waiting) or seconds <= self._limit:
@@ -130,13 +130,14 @@ class Watchdog:
                 raise GivenUp("the step was given up long before it ended")
 
     def _run(self) -> None:
-        while not self._stopping.wait(self._limit / LOOKS):
+        pause = min(self._limit / LOOKS, threading.TIMEOUT_MAX)
+        while not self._stopping.wait(pause):
             if self.look():
                 return
 
 
 class _Watched:
-    """A step in flight that is looked after."""
+    """A step in flight under a watchdog."""
 
     __slots__ = ("_launched", "_watchdog")
 
@@ -153,7 +154,7 @@ class _Watched:
 
 
 def _told(plan: StepPlan) -> str:
-    """A plan in a few words."""
+    """A plan in a few words: its number, its rows and the first requests."""
     requests = [row.request for row in (*plan.prefill, *plan.decode)]
     requests += [row.request for row in plan.verify]
     names = ", ".join(requests[:NAMED])

@@ -183,6 +183,17 @@ def test_without_a_step_in_flight_nothing_is_given_up():
     assert given_up == []
 
 
+def test_a_limit_beyond_what_a_thread_can_wait_is_one_too():
+    _, dog, _, _ = watched(1e11)
+    looking = threading.Thread(target=dog._run)
+    looking.start()
+    looking.join(0.1)
+    assert looking.is_alive()
+    dog.stop()
+    looking.join(30)
+    assert not looking.is_alive()
+
+
 def test_an_engine_without_a_watchdog_has_none_and_one_stepped_by_hand_is_left_alone():
     tower = Tower(watchdog_seconds=0.0)
     assert tower.engine._watchdog is None
