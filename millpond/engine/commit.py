@@ -162,9 +162,9 @@ class Committer:
                 self._draw(one, drawn)
 
     def _saved_end(self, sequence: Sequence, *, keep: bool) -> ReaderLease | None:
-        """The state a row of a prompt came to, for whoever finds it, if that is to be (`keep`).
+        """The lease of the state at the end of a prompt's row, to be published; None if not kept.
 
-        The row that follows in flight goes to another slot then: so it was planned.
+        With the next row in flight that state is the row's input, which writes another slot.
         """
         state, pool = sequence.state, self._ledger.pool
         if not state.in_flight:
@@ -185,8 +185,10 @@ class Committer:
         written: set[tuple[SlotId, int]],
         leaving: list[Sequence],
     ) -> list[tuple[Sequence, int]]:
-        """Advance live sequences by what is certain, and hand out what they drew; those not
-        written are returned, with the ends they should have come to, and `leaving` ones told.
+        """Advance live sequences by the tokens that are certain, and hand out what they drew.
+
+        Returns sequences whose state was not written, each with the end it should have, and adds
+        those that are leaving to `leaving`.
         """
         plan, pool = scheduled.plan, self._ledger.pool
         emitted, draw, over = result.emitted, self._outbox.draw, self._over

@@ -1,4 +1,4 @@
-"""The engine: one thread that schedules, launches and commits steps, and the doors into it.
+"""The engine: one thread that schedules, launches and commits steps, and what others may call.
 
 What other threads ask for passes through the `Intake`; queues and the ledger belong to the engine's
 thread alone.
@@ -179,7 +179,7 @@ class Engine:
         """Take no more requests and finish those accepted (`drain`, for `timeout` seconds at most).
 
         Then end the others with `abort`, give everything back and close the executor. Closing twice
-        is closing once. Whom the engine calls, as it does a sink, may close it without `drain`
+        is closing once. Code that the engine calls, such as a sink, may close it without `drain`
         only: `RuntimeError`, with nothing changed, where that would wait for the engine itself.
         """
         self._intake.drain(drain, timeout, self.step)
@@ -235,7 +235,7 @@ class Engine:
         if not self._flights:
             if not self._launch(self._schedule()):
                 return self._guidance.wait_for_one() or self._wait_by_hand()
-            self._read_inbox()  # whoever came meanwhile may come along
+            self._read_inbox()  # requests that came meanwhile may join the next step
             self._end_aborted()
         elif self._tiers is not None:
             self._tiers.storing.advance()  # it reads what is fixed, and no step writes

@@ -67,7 +67,7 @@ _DIRECT = getattr(nvidia, "_BASE_ARGS_FORMAT", None) == "iiiKKppOOOOOO"
 _HEAD = (
     "cooperative, pdl, None, None, metadata, None, None, None"
     if _DIRECT
-    else ("metadata, None, None, None")
+    else "metadata, None, None, None"
 )
 """What the launcher takes between the function and a kernel's own arguments: metadata, and None for
 scratch memory and hooks."""
@@ -108,7 +108,7 @@ class Kernel:
 
     def __init__(self, jit: Any) -> None:
         self.jit = jit
-        self._bound: dict[Any, Bound] = {}
+        self._bound: dict[tuple[object, ...], Bound] = {}
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.jit, name)
@@ -134,7 +134,7 @@ class Bound:
 
     def __init__(self, jit: Any, constants: dict[str, Any]) -> None:
         self._jit, self._constants = jit, constants
-        self._ready: dict[Any, tuple[Any, ...]] = {}
+        self._ready: dict[tuple[object, ...], tuple[Any, ...]] = {}
         self.launch = self._first if isinstance(jit, JITFunction) and _AS_KNOWN else self._plain
 
     def _plain(self, grid: tuple[int, ...], *args: Any) -> Any:
@@ -155,7 +155,7 @@ class Bound:
             self.launch = space["launch"]
         self.launch(grid, *args)
 
-    def _new(self, key: Any, grid: tuple[int, ...], *args: Any) -> None:
+    def _new(self, key: tuple[object, ...] | None, grid: tuple[int, ...], *args: Any) -> None:
         """Launch by Triton, and remember the compiled kernel under `key`, if there is one."""
         made = self._plain(grid, *args)
         if key is None or JITFunction.run.__module__ != _HOME or type(made) is not CompiledKernel:
@@ -204,7 +204,7 @@ def source(jit: Any, types: tuple[type, ...], constants: frozenset[str]) -> str 
         checks=" and ".join(checks),
         key=", ".join(key),
         head=_HEAD,
-        given=", ".join((*given, *["None"] * len(rest))),  # nobody looks at a constant's place
+        given=", ".join((*given, *["None"] * len(rest))),  # the launcher ignores constants
     )
 
 
