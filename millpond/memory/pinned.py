@@ -1,6 +1,6 @@
-"""Page-locked host memory, which a GPU copies from and to by itself; or why there is none.
+"""Allocates page-locked host memory, with which a GPU copies asynchronously, or says why it cannot.
 
-Knows how it is asked for; does not know what lies in it.
+Does not know what the memory is for.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from millpond.units import human
 
 
 def page_locked(num_bytes: int, what: str, remedy: str) -> torch.Tensor:
-    """Page-locked memory uint8 [num_bytes], whatever was in it before.
+    """Page-locked memory, uint8 [num_bytes], not initialised.
 
-    `Refused` where the host gives none, with what was wanted for `what`, what there is, and the
-    `remedy` that needs less.
+    Raises `Refused` where the host gives none: with what was wanted for `what`, what there is, and
+    the `remedy` that needs less.
     """
     try:
         return _allocate(num_bytes)
     except RuntimeError as error:
         raise Refused(
             f"{human(num_bytes)} of page-locked host memory for {what} cannot be had"
-            f" ({_first_line(error)}): {_room()}; {remedy}"
+            f" ({_first_line(error)}): {_available()}; {remedy}"
         ) from error
 
 
@@ -37,7 +37,7 @@ def _first_line(error: RuntimeError) -> str:
     return next(iter(str(error).splitlines()), type(error).__name__)
 
 
-def _room() -> str:
+def _available() -> str:
     """What the host has, and what this process may lock of it."""
     free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)

@@ -244,7 +244,7 @@ class Launched(Protocol):
     """A plan that was handed to the device."""
 
     def draw(self, masks: tuple[SeatMask, ...]) -> None:
-        """What the seats of a plan that `draws_later` may draw; its result is waited for after."""
+        """Launch the draws of a plan that `draws_later`, with its masks. Call it before `result`."""
 
     def result(self) -> StepResult:
         """Wait for the step's end. Raises `StepFailed`: then nothing of it may be relied on."""
@@ -290,7 +290,7 @@ class Ended:
         return isinstance(self._outcome, Exception)
 
     def draw(self, masks: tuple[SeatMask, ...]) -> None:
-        """Nothing waits for it."""
+        """Do nothing: no draw waits for masks."""
         del masks
 
     def result(self) -> StepResult:

@@ -161,7 +161,7 @@ class StatePool:
         return freed
 
     def changes(self) -> set[SlotId]:
-        """A set into which every slot goes whose holders or phase change; the caller empties it."""
+        """A set that gets every slot whose holders or phase change; the caller empties it."""
         self._changed.append(set())
         return self._changed[-1]
 

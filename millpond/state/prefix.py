@@ -53,7 +53,7 @@ class PrefixIndex:
         self._checkpoints: dict[Checkpoint, PageNode] = {}
         self._num_pages = 0
         self._by_slot: dict[SlotId, Checkpoint] = {}
-        self._changed = pool.changes()  # slots that may have become evictable, or be so no longer
+        self._changed = pool.changes()  # slots to look at again, see `evictable_slots`
         self._evictable: set[SlotId] = set()
         self._evicted: OrderedDict[bytes, Departure] = OrderedDict()
         self.order = EvictionOrder(seconds, eviction_policy)
@@ -276,7 +276,7 @@ class PrefixIndex:
     def evictable_slots(self) -> int:
         """How many slots `evict_slot` could free, one after another.
 
-        Looks at those alone whose holders have changed since it was last asked.
+        Looks only at slots whose holders or phase have changed since the last call.
         """
         while self._changed:
             slot = self._changed.pop()
@@ -343,7 +343,7 @@ class PrefixIndex:
         return alone and self._pages.references(node.page) == 1
 
     def _touch(self, checkpoint: Checkpoint, node: PageNode) -> None:
-        """A use is one of every page above, too; they are told when the pages below them go."""
+        """Note a use. Pages above count as used, and get the time when those below are removed."""
         checkpoint.last_used = node.last_used = next(self._clock)
 
     def _drop(self, checkpoint: Checkpoint, *, evicted: bool = False) -> None:

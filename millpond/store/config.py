@@ -103,7 +103,7 @@ class StoreConfig(Strict):
 
     `prefix` separates deployments that share a store, beyond what they compute. A role of
     "kv_producer" only puts, "kv_consumer" only gets. `optional`: the engine starts, and serves,
-    without the store if need be. `staging` bytes of host memory are between each GPU and it (None:
+    without the store if need be. `staging` bytes of host memory lie between each GPU and it (None:
     as many as are of use). The identities are an operator's word for what the weights are.
     """
 
@@ -184,8 +184,8 @@ def store_config(config: PytorchEngineConfig) -> StoreConfig | None:
     if transfer is not None and plain is not None:
         raise Refused("store and kv_transfer_config both name a store: give one of them")
     if plain is not None:
-        room = _bytes("store_staging", staging)
-        return _plain(plain, size, optional=config.store_optional, staging=room)
+        num_bytes = _bytes("store_staging", staging)
+        return _plain(plain, size, optional=config.store_optional, staging=num_bytes)
     if size is not None:
         raise Refused("store_size goes with store: put size into kv_connector_extra_config")
     if staging is not None:
@@ -193,7 +193,9 @@ def store_config(config: PytorchEngineConfig) -> StoreConfig | None:
     return _transfer(transfer or {}, config.store_optional)
 
 
-def _plain(text: str, size: str | int | None, **rest: Any) -> StoreConfig:
+def _plain(
+    text: str, size: str | int | None, *, optional: bool, staging: int | None
+) -> StoreConfig:
     """`host`, `file:DIRECTORY` or `mooncake:FILE`."""
     backend, _, path = text.partition(":")
     if backend not in CONNECTORS.values():
@@ -203,7 +205,7 @@ def _plain(text: str, size: str | int | None, **rest: Any) -> StoreConfig:
             f"store={text!r}: there is no store {backend!r}{hint} "
             "(host, file:DIRECTORY, mooncake:CONFIGURATION.json)"
         )
-    return _made(backend, path or None, size, "store", **rest)
+    return _made(backend, path or None, size, "store", optional=optional, staging=staging)
 
 
 def _transfer(given: dict[str, Any], optional: bool) -> StoreConfig:
@@ -250,8 +252,8 @@ def _made(
         if size is not None:
             raise Refused(f"{where}: the size of a Mooncake Store is what its members lend")
         return StoreConfig(backend="mooncake", mooncake=MooncakeConfig.read(path), **rest)
-    room = SIZES[backend] if size is None else _bytes(f"{where}: size", size)
-    return StoreConfig(backend=backend, path=path, size=room, **rest)  # type: ignore[arg-type]
+    num_bytes = SIZES[backend] if size is None else _bytes(f"{where}: size", size)
+    return StoreConfig(backend=backend, path=path, size=num_bytes, **rest)  # type: ignore[arg-type]
 
 
 def _bytes(what: str, size: str | int | None) -> int | None:
@@ -262,7 +264,7 @@ def _bytes(what: str, size: str | int | None) -> int | None:
         found = parse_memory(size, 0)
     except Refused:
         found = 0
-    if not found:  # nor is a share one: of what?
+    if not found:  # a share such as 0.5 is 0 here, and refused: there is nothing it is a share of
         raise Refused(f"{what} {size!r} is no size such as 8GiB")
     return found
 

@@ -57,7 +57,7 @@ class RankStore:
         self._door = door
         self._clock = clock
         self._report: Callable[[Report], object] = lambda report: None
-        self._wanted: set[int] = set()  # jobs that are not over, nor cancelled
+        self._wanted: set[int] = set()  # numbers of jobs that are neither over nor cancelled
         self._sums: OrderedDict[bytes, int] = OrderedDict()  # of pages put in this generation
         self._generation = b""
         lookups, gets, puts = (_Lane(f"{rank}-{name}") for name in ("lookup", "get", "put"))
@@ -92,7 +92,7 @@ class RankStore:
     def cancel(self, number: int) -> None:
         """A job need not be done any more; it ends as soon as it can, and is reported.
 
-        One that is over, or another rank's, is nobody's concern.
+        Jobs that are over, and those of other ranks, are ignored.
         """
         self._wanted.discard(number)
 
