@@ -81,7 +81,10 @@ def built(
 def wanted(
     names: str, only: str, device: torch.device, dtype: torch.dtype, first: int | None = None
 ) -> list[Make]:
-    """How to make the cases of these shapes and families, the most telling of each kind first."""
+    """Makers of the cases of these shapes and families, in the order in which they are run.
+
+    Kinds take turns, and of each kind the most telling case comes first.
+    """
     families = only.split(",")
     kinds: dict[tuple[str, str, str], list[Make]] = {}
     for name in names.split(","):
@@ -100,9 +103,9 @@ def wanted(
 def check(
     makes: Sequence[Make], dtype: torch.dtype, until: float = float("inf")
 ) -> tuple[int, int]:
-    """Compare cases, naming those that differ or cannot be run at once: how many do, of how many.
+    """Compare cases with the reference and print those that differ; how many do, of how many.
 
-    None is begun after `until` on the clock.
+    None is begun after `until` on `time.monotonic()`.
     """
     bad = 0
     for done, make in enumerate(makes):
@@ -115,7 +118,7 @@ def check(
 
 
 class Table:
-    """Rows that are printed, and kept in a file, as they come."""
+    """Prints the row of each case and appends it to a file, from which a later run goes on."""
 
     def __init__(self, path: Path | None, dtype: str) -> None:
         self.path = path
@@ -130,16 +133,16 @@ class Table:
                 self.note(kept["op"], kept["shape"], kept["rows"], kept["best"])
 
     def name(self, case: Case) -> str:
-        """What a case is known by in the file."""
+        """The name of a case in the file."""
         return f"{case.shape.name} {case.op} {case.label} {self.dtype}"
 
     def note(self, op: str, shape: str, rows: int | None, best: float) -> None:
-        """Remember what verifying is compared with."""
+        """Remember a decode time, which verifying as many rows is compared with."""
         if op == "mix_decode" and rows is not None:
             self.decode[shape, rows] = best
 
     def show(self, case: Case, times: Times, rates: Rates) -> None:
-        """One row."""
+        """Print and keep the row of a case."""
         rows = getattr(case.named.get("rows"), "num_rows", None)
         self.note(case.op, case.shape.name, rows, times.best)
         floor, plain = rates.floor(case), self.decode.get((case.shape.name, rows))

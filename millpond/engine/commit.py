@@ -325,7 +325,7 @@ class Committer:
 
 
 def _ends(scheduled: Scheduled) -> dict[Sequence, int]:
-    """Where the rows of a step would have ended, of live ones at least."""
+    """By sequence, where its row in a step would have ended; the least it could, of live rows."""
     ends = {planned.sequence: planned.end for planned in scheduled.prefill}
     ends |= {s: r.end for s, r in zip(scheduled.decode, scheduled.plan.decode, strict=True)}
     return ends | {sequence: len(sequence.tokens) for sequence in scheduled.verify}

@@ -219,8 +219,9 @@ class Verifier:
     def _masked(
         self, masks: Sequence[SeatMask], known: Sequence[int], verify: Sequence[int], width: int
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The rows of logits that masks bind, and their masks: [A] int64, [A, W] int32; and of how
-        many drafts the masks of each verify row know: [B] int64.
+        """Rows of logits with masks [A] int64, these masks [A, W] int32, and drafts [B] int64.
+
+        The last are the most drafts that the masks of each verify row allow for.
         """
         first = {seat: row for row, seat in enumerate(known)}
         first |= {seat: len(known) + index * width for index, seat in enumerate(verify)}
