@@ -244,7 +244,7 @@ class Launched(Protocol):
     """A plan that was handed to the device."""
 
     def draw(self, masks: tuple[SeatMask, ...]) -> None:
-        """Launch the draws of a plan that `draws_later`, with its masks; call this before `result`."""
+        """Launch the draws of a plan that `draws_later`, with its masks; before `result`."""
 
     def result(self) -> StepResult:
         """Wait for the step's end. Raises `StepFailed`: then nothing of it may be relied on."""

@@ -57,7 +57,7 @@ def made(layout: ModelLayout, ops: Bound, device: torch.device) -> Made:
 
 @cache
 def _sources(package: str) -> str:
-    """sha256 of the modules of a package, in hex: kernels written differently may round differently."""
+    """sha256 of the modules of a package: kernels written differently may round differently."""
     whole = hashlib.sha256()
     for folder in import_module(package).__path__:
         for file in sorted(Path(folder).glob("*.py")):
