@@ -281,7 +281,7 @@ def test_others_run_while_a_grammar_is_compiled(house: House, monkeypatch):
     assert house.engine.stats().requests_waiting == 1
     gate.set()
     house.engine.prepare(CHOICE).result(60)
-    wait_for(lambda: house.engine._inbox)  # the last of the compiling thread
+    wait_for(lambda: house.engine._intake._calls)  # the last of the compiling thread
     while house.engine.step():
         pass
     assert read(waiting, 1)[0].text in json.loads(CHOICE.text)
@@ -305,7 +305,7 @@ def test_a_request_aborted_while_its_grammar_is_compiled_never_runs(house: House
     assert read(stream, 1)[0].finish == "abort"
     gate.set()
     house.engine.prepare(CHOICE).result(60)
-    wait_for(lambda: house.engine._inbox)
+    wait_for(lambda: house.engine._intake._calls)
     assert not house.engine.step()
 
 
@@ -324,7 +324,7 @@ def test_an_unprepared_constraint_that_cannot_be_used_ends_its_stream(house: Hou
         type(spec)(request_id="bad", tokens=spec.tokens, params=spec.params, constraint=bad)
     )
     gate.set()
-    wait_for(lambda: house.engine._inbox)
+    wait_for(lambda: house.engine._intake._calls)
     house.engine.step()
     told = read(stream, 1)[0]
     assert told.finish == "error"
